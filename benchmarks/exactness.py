@@ -19,9 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from machinery import step, truth
+from machinery.inputs import FEATURES, features
 from megabatch import ClipLoss
-from megabatch.benchmarking import records, step, truth
-from megabatch.benchmarking.inputs import FEATURES, features
+from megabatch.benchmarking import records
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import dense, split_logsumexp
 

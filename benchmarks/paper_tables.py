@@ -34,12 +34,12 @@ import open_clip
 import torch
 from torch import Tensor
 
-from machinery import group
+from machinery import group, results
+from machinery.inputs import Case
 from machinery.parts import Parts
 from machinery.sampled import Sampled
 from machinery.steps import Megabatch, OpenClip, Pairs, make_pairs
 from megabatch.benchmarking import records
-from megabatch.benchmarking.inputs import Case
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.training.trainer import Trainer
@@ -332,7 +332,7 @@ def loss_alone(one: Record, options: argparse.Namespace) -> Record:
         (case,), seconds=0.5 if size > 64 else 0.01, product_size=size, once=one.b >= ONCE
     )
     done = [result for _, result in group.run(wanted, time.time() + 300) if result is not None]
-    record = records.combine(case, done, work=8)
+    record = results.combine(case, done, work=8)
     return replace(
         one,
         status=record.status,

@@ -25,9 +25,9 @@ import torch
 
 from machinery import ranks, scaling, supervise
 from machinery.group import warm_up
+from machinery.inputs import Case
 from machinery.scaling import ScalingRecord, ScalingResult, Trial
 from megabatch.benchmarking import records
-from megabatch.benchmarking.inputs import Case
 
 MIB = 2**20
 VARIANTS = ("megabatch", "megabatch-no-overlap", "megabatch-no-transfers")

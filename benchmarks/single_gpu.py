@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from machinery import supervise
+from machinery import results, supervise
+from machinery.contenders import LOSSES
 from machinery.group import Group
+from machinery.inputs import Case
+from machinery.results import Result
 from megabatch.benchmarking import records
-from megabatch.benchmarking.contenders import LOSSES
-from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.measure import Result
 
 MIB = 2**20
 HEADLINE_SECONDS, SECONDS = 2.0, 1.0
@@ -92,7 +92,7 @@ def smallest(one: Group, device: str) -> Group:
     return Group(cases, seconds=0.01, product_size=64, once=one.once)
 
 
-def row(record: records.Record) -> str:
+def row(record: results.Record) -> str:
     """A line for the terminal."""
     size = f"{record.b:,}" + (f" x {record.n:,}" if record.n else "")
     kind = record.dtype + (" tf32" if record.tf32 else "")
@@ -112,8 +112,8 @@ def row(record: records.Record) -> str:
     )
 
 
-def combine(one: Case, result: Result) -> records.Record:
-    return records.combine(one, [result], LOSSES[one.loss].work)
+def combine(one: Case, result: Result) -> results.Record:
+    return results.combine(one, [result], LOSSES[one.loss].work)
 
 
 def absent(one: Case) -> Result | None:

@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from machinery import ranks, scaling
+from machinery import ranks, scaling, step
+from machinery.inputs import Case
 from machinery.parallel import PARALLEL, SCHEDULES
 from machinery.ranks import Team
-from megabatch.benchmarking import records, step
+from megabatch.benchmarking import records
 from megabatch.benchmarking.clock import timed_calls
-from megabatch.benchmarking.inputs import Case
 
 ALONE = "alone"
 CONTENDERS = (ALONE, "megabatch", "megabatch-no-overlap", "megabatch-no-transfers")

@@ -31,8 +31,8 @@ from machinery import host_training
 from machinery.host_ranks import Ranks, serve
 from machinery.host_schedules import GRIDS, LOSSES, SCHEDULES, shard
 from machinery.hosts import Network, Unavailable
+from machinery.inputs import features
 from megabatch.benchmarking import records
-from megabatch.benchmarking.inputs import features
 from megabatch.similarity.distributed import comm, control, grid
 
 #: Exit code if two hosts cannot be made here.

@@ -84,15 +84,16 @@ def run(
 def completed(
     command: Sequence[str], *, text: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """In place of `subprocess.run`: a Python program, of whose output only errors are kept, forks.
+    """In place of `subprocess.run`: a Python program forks.
 
     Any other program runs as ever.
     """
     if command[0] != sys.executable:
         return _subprocess_run(command, text=text, **options)
     ended = run(command[1:])
-    errors = ended.stderr if text else ended.stderr.encode()
-    return subprocess.CompletedProcess(list(command), ended.returncode, stderr=errors)
+    texts = (ended.stdout, ended.stderr)
+    out, errors = texts if text else (one.encode() for one in texts)
+    return subprocess.CompletedProcess(list(command), ended.returncode, out, errors)
 
 
 def _run(words: list[str], environment: Mapping[str, str], files: Sequence[Path]) -> NoReturn:

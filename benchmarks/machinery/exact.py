@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.benchmarking.truth import Truth, logsumexps
-from megabatch.benchmarking.truth import gradients as gradients_of
+from machinery.truth import Truth, logsumexps
+from machinery.truth import gradients as gradients_of
 
 
 @torch.no_grad()

@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from machinery import exact
-from megabatch.benchmarking import truth
-from megabatch.benchmarking.contenders import (
+from machinery import exact, truth
+from machinery.contenders import (
     LOSSES,
     Contender,
     Loss,
@@ -23,7 +22,7 @@ from megabatch.benchmarking.contenders import (
     by_name,
     compiled,
 )
-from megabatch.benchmarking.truth import Truth
+from machinery.truth import Truth
 
 #: Number of classes of the supervised loss.
 CLASSES = 1000

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from machinery import step
 from machinery.exact import of_copies
 from machinery.family import LOSSES
-from megabatch.benchmarking import memory, step
+from machinery.inputs import PERIOD, Case
+from machinery.results import Result
+from machinery.truth import Truth
+from megabatch.benchmarking import memory
 from megabatch.benchmarking.clock import product_rate, timed_calls, times
-from megabatch.benchmarking.inputs import PERIOD, Case
-from megabatch.benchmarking.measure import Result
-from megabatch.benchmarking.truth import Truth
 
 #: Milliseconds; shorter calls may be bound by launch overhead.
 HOST_MATTERS = 20.0

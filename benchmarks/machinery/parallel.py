@@ -19,9 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from machinery.contenders import LossFunction, captured
+from machinery.inputs import PERIOD, Case, features
 from machinery.ranks import Team
-from megabatch.benchmarking.contenders import LossFunction, captured
-from megabatch.benchmarking.inputs import PERIOD, Case, features
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import layout
 from megabatch.similarity.distributed.comm import Pending

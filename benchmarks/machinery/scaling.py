@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from machinery import group
+from machinery import group, results, step
+from machinery.contenders import LossFunction
 from machinery.family import LOSSES
 from machinery.group import HOST_MATTERS, queued_ms
+from machinery.inputs import PERIOD, Case
 from machinery.parallel import PARALLEL, Contender, shard
 from machinery.ranks import Team
-from megabatch.benchmarking import memory, records, step
+from machinery.results import Result
+from machinery.truth import Truth
+from megabatch.benchmarking import memory
 from megabatch.benchmarking.clock import product_rate, timed_calls
-from megabatch.benchmarking.contenders import LossFunction
-from megabatch.benchmarking.inputs import PERIOD, Case
-from megabatch.benchmarking.measure import Result
-from megabatch.benchmarking.truth import Truth
 
 #: Rows per process in the first check of every contender.
 CHECK_ROWS = 320
@@ -327,7 +327,7 @@ def _allocated(case: Case) -> int:
 
 
 @dataclass(frozen=True)
-class ScalingRecord(records.Record):
+class ScalingRecord(results.Record):
     """A record with further fields for several devices."""
 
     host_ms: float | None  #: launch overhead of a step on the host
@@ -340,7 +340,7 @@ class ScalingRecord(records.Record):
 
 def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
     """The record of one trial, without the comparisons of `compare`."""
-    one = records.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
+    one = results.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
     return ScalingRecord(
         **asdict(one),
         host_ms=result.host_ms,

@@ -17,8 +17,8 @@ from typing import IO, Any, TypeVar
 
 from machinery import group
 from machinery.group import Group
-from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.measure import Result
+from machinery.inputs import Case
+from machinery.results import Result
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ COMMANDS = {
     "data": ("megabatch.data.command", "write the built-in data sets as shards"),
     "models": ("megabatch.models.command", "list the models that can be trained"),
     "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
-    "bench": ("megabatch.benchmarking.command", "compare megabatch with its peers"),
+    "bench": ("megabatch.benchmarking.bench", "compare megabatch with its peers"),
     "tune": ("megabatch.benchmarking.tune_command", "tune the fused kernels for this GPU"),
 }
 

@@ -1,130 +1,166 @@
-"""Contenders side by side, each in a process of its own, and the table of their records."""
+"""`megabatch bench loss`: the command, one measurement, and the table."""
 
 from __future__ import annotations
 
-import dataclasses
+import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
+from torch import Tensor
 
-from megabatch.benchmarking import bench, records
-from megabatch.benchmarking.contenders import CLIP
-from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.measure import Effort, Result
+from megabatch import cli
+from megabatch.benchmarking import bench, measure
+from megabatch.benchmarking.bench import LossOptions
+from megabatch.benchmarking.measure import SANE, Record
+from megabatch.similarity.dense import clip_loss
 from tests import programs
 
-EFFORT = Effort(seconds=0.0, repetitions=1, product_size=8, check_batch_size=8, max_memory=None)
+if sys.platform != "linux":
+    pytest.skip("the CPU is measured on Linux only", allow_module_level=True)
 
-
-def plan(rounds: int = 2, batch_sizes: tuple[int, ...] = (100, 200)) -> bench.Plan:
-    return bench.Plan(
-        loss=CLIP,
-        contenders=CLIP.choose(("dense", "megabatch"), "cpu"),
-        batch_sizes=batch_sizes,
-        width=10,
-        dtype="float32",
-        device="cpu",
-        scale=14.3,
-        rounds=rounds,
-        effort=EFFORT,
-    )
-
-
-def test_contenders_take_turns_and_sizes_follow_each_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order: list[tuple[int, str]] = []
-
-    def start(case: Case, effort: Effort) -> Result:
-        assert effort is EFFORT
-        order.append((case.b, case.contender))
-        return Result("ok", "", (float(len(order)),), (1e9, 3e9), 10 * len(order), 0.1, 0.1, 0.1)
-
-    starts: list[str] = []
-    ends: list[str] = []
-    monkeypatch.setattr(bench, "in_process", start)
-    first, second = bench.run(plan(), starts.append, ends.append)
-    assert order[:4] == [(100, n) for n in ("dense", "megabatch") * 2]
-    assert order[4:] == [(200, n) for n in ("dense", "megabatch") * 2]
-    assert len(starts) == len(ends) == 8
-    assert starts[1] == "megabatch, b = 100, round 1 of 2"
-    assert ends[1].startswith("megabatch, b = 100, round 1 of 2: 2.0 ms a call, measured in ")
-    assert [(r.contender, r.b, r.ms) for r in first] == [("dense", 100, 2), ("megabatch", 100, 3)]
-    assert first[0].extra_bytes == 30
-    assert second[1].times_ms == (6.0, 8.0)
-
-
-def test_out_of_memory_is_not_tried_again_and_the_others_go_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    order: list[str] = []
-
-    def start(case: Case, effort: Effort) -> Result:
-        order.append(case.contender)
-        if case.contender == "dense":
-            return Result("out of memory", "tried to allocate 9 bytes")
-        return Result("ok", "", (1.0,), (1e9, 1e9), 10, 0.1, 0.1, 0.1)
-
-    monkeypatch.setattr(bench, "in_process", start)
-    ends: list[str] = []
-    ((dense, mine),) = bench.run(plan(batch_sizes=(100,)), lambda _: None, ends.append)
-    assert ends[0].startswith("dense, b = 100, round 1 of 2: out of memory, measured in ")
-    assert order == ["dense", "megabatch", "megabatch"]
-    assert (dense.status, dense.note, dense.ms) == (
-        "out of memory",
-        "tried to allocate 9 bytes",
-        None,
-    )
-    assert mine.status == "ok"
-
-
-linux = pytest.mark.skipif(sys.platform != "linux", reason="the CPU is measured on Linux only")
 MIB = 2**20
+TINY = ["--device=cpu", "--width=8", "--seconds=0.01", "--rounds=2"]
+OK = Record("dense", "cpu", "float32", 100, 10, 14.3, ms=2.0, extra_bytes=10, product_tflops=1.0)
+OK = replace(OK, max_row_error=0.1, loss_error=0.1, scale_gradient_error=0.1, times_ms=(2.0,))
 
 
-@pytest.fixture
-def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes start with torch imported; in test_command.py one starts as it does for users."""
+def answer(monkeypatch: pytest.MonkeyPatch, *bad: Record) -> list[tuple[str, int]]:
+    """Measurements end at once with these results, or are right; returns their cases."""
+    seen: list[tuple[str, int]] = []
+    results = {one.contender: one for one in bad}
+
+    def start(case: Record, options: LossOptions) -> Record:
+        seen.append((case.contender, case.b))
+        found = results.get(case.contender, OK)
+        return replace(found, contender=case.contender, b=case.b)
+
+    monkeypatch.setattr(bench, "in_process", start)
+    return seen
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def test_measures_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "new" / "r.json"
+    words = ["loss", "--batch-size", "64", "--contenders", "megabatch", *TINY[:3], "--rounds=1"]
+    assert bench.main([*words, "--output", str(output)]) == 0
+    shown, progress = capsys.readouterr()
+    assert "clip loss, forward + backward, d = 8, float32" in shown
+    assert progress.startswith("megabatch, b = 64, round 1 of 1: ")
+    assert progress.count("\n") == 1
+    content = json.loads(output.read_text())
+    assert content["command"].startswith("megabatch bench loss --batch-size 64 --contenders")
+    (record,) = content["records"]
+    assert (record["contender"], record["b"], record["status"]) == ("megabatch", 64, "ok")
+    wanted = "device n_devices dtype d ms fraction extra_bytes max_row_error"
+    assert set(wanted.split()) <= set(record)
+
+
+def test_contenders_take_turns_and_a_failed_one_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = replace(OK, contender="megabatch", status="out of memory", note="9 bytes", ms=None)
+    seen = answer(monkeypatch, gone)
+    assert bench.main(["loss", "--batch-size", "100", "200", *TINY]) == 0
+    one = [("megabatch", 100), ("dense", 100), ("openclip", 100)]
+    assert seen[:5] == [*one, *one[1:]]
+    assert seen[5:8] == [(name, 200) for name, _ in one]
+    shown, progress = capsys.readouterr()
+    assert "megabatch, b = 100: out of memory: 9 bytes" in shown
+    assert "dense, b = 100, round 2 of 2: 2.0 ms a call, measured in 0 s" in progress
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [("ok", 0), ("out of memory", 0), ("failed", 1), ("wrong", 1)]
+)
+def test_exit_code(status: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, replace(OK, status=status))
+    assert bench.main(["loss", "--contenders", "dense", *TINY]) == code
+
+
+def test_records_of_the_sizes_done_survive_an_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(case: Record, options: LossOptions) -> Record:
+        if case.b == 128:
+            raise KeyboardInterrupt
+        return replace(OK, b=case.b)
+
+    monkeypatch.setattr(bench, "in_process", start)
+    output = tmp_path / "r.json"
+    words = ["loss", "--batch-size", "64", "128", "--contenders", "dense"]
+    with pytest.raises(KeyboardInterrupt):
+        bench.main([*words, "--output", str(output), *TINY])
+    assert [r["b"] for r in json.loads(output.read_text())["records"]] == [64]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--batch-size 0", "--batch-size 0: expected at least 1"),
+        ("--batch-size", "--batch-size: expected at least one"),
+        ("--scale nan", "--scale nan: expected a number above 0"),
+        ("--contenders dnse", "--contenders dnse: expected some of megabatch,"),
+        ("--contenders dense dense", "--contenders dense: given 2 times"),
+        ("--contenders dense-compiled", "--contenders dense-compiled: needs --device cuda"),
+        ("--contenders openclip", "--contenders openclip: needs pip install open_clip_torch"),
+        ("--device cuda", "no CUDA device"),
+        ("--output {folder}", "is a folder, expected a file"),
+        ("--output {folder}/file/r.json", "cannot be written"),
+    ],
+)
+def test_refused_before_anything_is_measured(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(bench, "in_process", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "file").touch()
+    given = ["--device", "cpu", *words.format(folder=tmp_path).split()]
+    assert cli.main(["bench", "loss", *given[2 * ("--device" in words) :]]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+# --- one measurement ------------------------------------------------------------------------------
+
+
+def alone(contender: str, max_memory: float | None = None) -> Record:
+    options = LossOptions(seconds=1e-9, repetitions=1, max_memory=max_memory)
+    return bench.in_process(Record(contender, "cpu", "float32", 2048, 32, 14.3), options)
+
+
+@pytest.mark.parametrize("contender", ["dense", "megabatch"])
+def test_memory_of_a_process(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", programs.completed)
+    found = alone(contender)
+    assert found.status == "ok"
+    assert found.extra_bytes is not None
+    # Logits of 2,048 x 2,048 and two softmaxes; or the logits once, which fit the workspace.
+    assert (found.extra_bytes > 3 * 16 * MIB) == (contender == "dense")
+    assert (found.extra_bytes < 32 * MIB) == (contender == "megabatch")
 
 
-def alone(contender: str, max_memory: int | None = None) -> Result:
-    effort = Effort(
-        seconds=0.0, repetitions=1, product_size=64, check_batch_size=128, max_memory=max_memory
-    )
-    return bench.in_process(
-        Case("clip", contender, "cpu", "float32", b=4096, d=32, scale=14.3), effort
-    )
-
-
-@linux
-@pytest.mark.usefixtures("_forked")
-def test_dense_takes_its_matrices_and_megabatch_does_not() -> None:
-    dense, mine = alone("dense"), alone("megabatch")
-    assert (dense.status, mine.status) == ("ok", "ok")
-    assert dense.extra_bytes is not None
-    assert mine.extra_bytes is not None
-    assert dense.extra_bytes > 3 * 64 * MIB  # logits of 4,096 x 4,096 and two softmaxes
-    assert mine.extra_bytes < 96 * MIB  # the logits once: they fit the workspace and are kept
-
-
-@linux
-@pytest.mark.usefixtures("_forked")
-def test_too_little_memory_is_a_result() -> None:
-    result = alone("dense", max_memory=60 * MIB)
-    assert result.status == "out of memory"
-    assert "67108864 bytes" in result.note
-    assert not result.times_ms
-
-
-@linux
-@pytest.mark.usefixtures("_forked")
-def test_a_process_that_fails_is_a_result() -> None:
-    result = alone("unheard-of")
-    assert (result.status, result.note) == ("failed", "KeyError: 'unheard-of'")
+def test_processes_that_fail_are_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", programs.completed)
+    few = alone("dense", max_memory=15 / 1024)
+    assert (few.status, few.times_ms) == ("out of memory", ())
+    assert "16777216 bytes" in few.note
+    failed = alone("unheard-of")
+    assert (failed.status, failed.note) == ("failed", "KeyError: 'unheard-of'")
 
 
 @pytest.mark.parametrize(
@@ -143,60 +179,98 @@ def test_a_process_that_is_killed_is_a_result(
     assert (result.status, result.note) == (status, note)
 
 
-def record(contender: str, b: int, ms: float, extra: int) -> records.Record:
-    case = Case("clip", contender, "cpu", "float32", b=b, d=100, scale=14.3)
-    return records.combine(
-        case, [Result("ok", "", (ms,), (1e12, 1e12), extra, 1e-6, 0.1, 0.1)], work=8
-    )
+def measured(name: str, dtype: str = "float32", device: str = "cpu", b: int = 96) -> Record:
+    case = Record(name, device, dtype, b, 16, 14.3)
+    return measure.measure(case, seconds=0.0, repetitions=2, max_memory=None)
 
 
-def lines(*made: records.Record) -> list[str]:
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(bench.table(made))
-    return [" ".join(line.split()) for line in capture.get().splitlines()[2:]]
+@pytest.fixture
+def _small_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "product_rate", lambda *_: 1e12)
+
+
+@pytest.mark.usefixtures("_small_products")
+@pytest.mark.parametrize("dtype", SANE)
+@pytest.mark.parametrize("contender", ["megabatch", "dense", "openclip"])
+def test_a_right_loss_is_ok(contender: str, dtype: str) -> None:
+    found = measured(contender, dtype)
+    assert (found.status, found.note, len(found.times_ms)) == ("ok", "", 2)
+    for error in (found.max_row_error, found.loss_error, found.scale_gradient_error):
+        assert error is not None
+        assert 0 <= error <= SANE[dtype]
+
+
+def greedy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    if len(x) > 64:
+        torch.empty(1 << 60)
+    return clip_loss(x, y, scale)
+
+
+@pytest.mark.usefixtures("_small_products")
+@pytest.mark.parametrize(
+    ("loss", "status", "note"),
+    [
+        (lambda x, y, s: clip_loss(x, y, s) / 2, "wrong", "gradient is off by"),
+        (lambda x, y, s: clip_loss(x, y, s) * torch.nan, "wrong", "not finite"),
+        (greedy, "out of memory", "tried to allocate"),
+    ],
+)
+def test_other_losses(loss: Any, status: str, note: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure.CONTENDERS, "other", lambda: loss)
+    found = measured("other")
+    assert found.status == status
+    assert note in found.note
+
+
+@pytest.mark.usefixtures("_small_products")
+@pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", True), ("float32", False)])
+def test_half_precision_runs_under_autocast(
+    dtype: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[bool] = set()
+
+    def spy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return clip_loss(x, y, scale)
+
+    monkeypatch.setitem(measure.CONTENDERS, "spy", lambda: spy)
+    measured("spy", dtype)
+    assert seen == {autocast}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("contender", measure.CONTENDERS)
+def test_on_cuda(contender: str) -> None:
+    found = measured(contender, "bfloat16", "cuda", b=1024)
+    assert found.status == "ok"
+    assert (found.extra_bytes or 0) > 0
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+
+def test_rounds_are_combined() -> None:
+    slow = replace(OK, times_ms=(4.0, 6.0), product_tflops=3.0, extra_bytes=30)
+    both = bench.combined([OK, slow])
+    assert (both.ms, both.product_tflops, both.extra_bytes) == (4.0, 2.0, 30)
+    assert both.fraction == pytest.approx(8 * 100**2 * 10 / 4e-3 / 2e12)
+    assert bench.combined([OK, replace(OK, status="failed", note="x")]).note == "x"
 
 
 def test_beside_the_first_of_the_same_size() -> None:
-    shown = lines(
-        record("megabatch", 1000, 10.0, 1 << 20),
-        record("dense", 1000, 25.0, 9 << 20),
-        record("dense", 2000, 1100.0, 3 << 30),
-    )
-    assert shown[0] == "1,000 megabatch 10.0 1.0 8% 1.0 MiB 1.0 1.0e-06"
-    assert shown[1] == "1,000 dense 25.0 2.5 3% 9.0 MiB 9.0 1.0e-06"
-    assert shown[2] == "2,000 dense 1,100.0 1.0 0% 3.00 GiB 1.0 1.0e-06"
-
-
-def test_the_widest_rows_fit_into_80_columns() -> None:
-    made = [record(name, 1 << 20, 123_456.7, 1100 << 20) for name in CLIP.contenders]
-    made.append(record("megabatch", 1 << 20, 0.1, 999 << 20))
+    made = [
+        replace(OK, contender="megabatch", ms=10.0, fraction=0.08, extra_bytes=64 * MIB),
+        replace(OK, ms=25.0, fraction=0.03, extra_bytes=128 * MIB),
+        replace(OK, b=1 << 20, ms=123_456.7, fraction=0.5, extra_bytes=3 << 30),
+        replace(OK, b=1 << 20, ms=None, status="out of memory"),
+        replace(OK, b=1 << 20, ms=1.0, fraction=0.5, status="wrong"),
+    ]
     console = Console(width=80, color_system=None)
     with console.capture() as capture:
         console.print(bench.table(made))
-    shown = capture.get()
-    assert "…" not in shown
-    assert len(shown.splitlines()) == len(made) + 2
-    for one in made:
-        assert f"{one.contender} " in shown
-    assert shown.count("1,048,576") == len(made)
-    assert "123,456.7" in shown
-    assert "999.0 MiB" in shown
-
-
-def test_what_has_no_figures_says_why() -> None:
-    ok = record("dense", 1000, 25.0, 9 << 20)
-    gone = dataclasses.replace(
-        ok, contender="megabatch", status="out of memory", ms=None, extra_bytes=None
-    )
-    shown = lines(gone, ok, dataclasses.replace(ok, status="wrong"))
-    assert shown[0] == "1,000 megabatch out of memory"
-    assert shown[1] == "1,000 dense 25.0 3% 9.0 MiB 1.0e-06"
-    assert shown[2].endswith("MiB wrong")
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0.0 MiB"), (3 << 19, "1.5 MiB"), (5 << 30, "5.00 GiB")]
-)
-def test_size(value: int, text: str) -> None:
-    assert bench.size(value) == text
+    lines = [" ".join(line.split()) for line in capture.get().splitlines()[2:]]
+    assert lines[0] == "100 megabatch 10.0 1.0 8% 0.062 GiB 1.0 1.0e-01"
+    assert lines[1] == "100 dense 25.0 2.5 3% 0.125 GiB 2.0 1.0e-01"
+    assert lines[2] == "1,048,576 dense 123,456.7 1.0 50% 3.000 GiB 1.0 1.0e-01"
+    assert lines[3] == "1,048,576 dense out of memory"
+    assert lines[4].endswith("wrong")

@@ -1,136 +1,241 @@
-"""Contenders side by side, each in a process of its own, and their records as a table."""
+"""`megabatch bench loss`: CLIP's loss by this library and by others, side by side on this machine.
+
+Each measurement runs in a process of its own, so the peak of memory is its contender's, and a
+contender that fails or is killed is a result. (`benchmarks/` has more peers, losses and cases.)
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import shlex
 import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from rich.table import Table
-from rich.text import Text
+from megabatch.errors import UsageError, did_you_mean
+from megabatch.hints import Interval
+from megabatch.options import parse_one_of
 
-from megabatch.benchmarking.contenders import Contender, Loss
-from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.measure import Effort, Result
-from megabatch.benchmarking.records import Record, combine
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from megabatch.benchmarking.measure import Record
+
+# Libraries are imported by the functions that use them, as --help needs none.
+
+AT_LEAST_1, ABOVE_0 = Interval(at_least=1), Interval(above=0)
+
+_DESCRIPTION = "Compare megabatch with other implementations."
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The cases to measure."""
+class LossOptions:
+    """CLIP's loss, forward and backward: time, peak memory, error against float64."""
 
-    loss: Loss
-    contenders: Sequence[Contender]
-    batch_sizes: Sequence[int]
-    width: int
-    dtype: str
-    device: str
-    scale: float
-    rounds: int  #: processes for each contender
-    effort: Effort
+    batch_size: Annotated[tuple[int, ...] | None, AT_LEAST_1] = None
+    """Pairs; several sizes are measured one after another. Default: 8,192 on the CPU, 16,384 on
+    CUDA."""
+    width: Annotated[int, AT_LEAST_1] = 512
+    """Width of the features."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """Dtype of the features; in half precision losses run under autocast."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto uses CUDA if it is available."""
+    contenders: tuple[str, ...] = ()
+    """megabatch, dense (one matrix), openclip (open_clip's ClipLoss); on CUDA also
+    megabatch-compiled and dense-compiled. Default: all that run here. Times and memory are shown
+    relative to the first."""
+    scale: Annotated[float, ABOVE_0] = 14.3
+    """Logit scale (1 / temperature), exponentiated."""
+    rounds: Annotated[int, AT_LEAST_1] = 2
+    """Processes for each contender; contenders take turns."""
+    repetitions: Annotated[int, AT_LEAST_1] = 2
+    """Minimum number of timed calls in each process; the median of all is reported."""
+    seconds: Annotated[float | None, ABOVE_0] = None
+    """Minimum time for the calls, and for the matrix products before and after. Default: 1 on the
+    CPU, 2 on CUDA."""
+    max_memory: Annotated[float | None, ABOVE_0] = None
+    """GiB that a contender may use besides its inputs (CPU only); more is out of memory. Default:
+    the machine's."""
+    output: Path | None = None
+    """JSON file for the records."""
 
-    def cases(self, b: int) -> list[Case]:
-        """Every contender at one batch size."""
-        return [
-            Case(self.loss.name, c.name, self.device, self.dtype, b, self.width, self.scale)
-            for c in self.contenders
-        ]
+
+# --- the command ----------------------------------------------------------------------------------
 
 
-def run(
-    plan: Plan, starts: Callable[[str], None], ends: Callable[[str], None]
-) -> Iterator[list[Record]]:
-    """Measure one batch size after another; yields the records of each.
+def main(argv: list[str]) -> int:
+    """Run `megabatch bench ...`; returns the exit code: 1 if a contender failed or was wrong."""
+    commands = {"loss": LossOptions}
+    options = parse_one_of(commands, argv, prog="megabatch bench", description=_DESCRIPTION)
+    return bench_loss(options, command=shlex.join(["megabatch", "bench", *argv]))
+
+
+def bench_loss(options: LossOptions, command: str) -> int:
+    """Measure, print a table, write the records after each batch size.
 
     Contenders take turns, A B A B, so that a machine that slows down affects all of them. One that
-    fails in its first round is not tried again. Before each measurement `starts` is called with its
-    description, and afterwards `ends` with its result, a line of text each.
+    fails is not tried again. Progress goes to stderr, a line for each measurement.
     """
-    for b in plan.batch_sizes:
-        cases = plan.cases(b)
-        results: dict[Case, list[Result]] = {case: [] for case in cases}
-        for turn in range(plan.rounds):
-            for case in cases:
-                if any(result.status != "ok" for result in results[case]):
+    from megabatch.benchmarking import records
+    from megabatch.benchmarking.measure import Record
+    from megabatch.terminal import plain_console
+
+    device = _device(options)
+    names = _chosen(options.contenders, device)
+    if options.batch_size == ():
+        raise UsageError("--batch-size: expected at least one")
+    if options.output is not None:
+        _check_output(options.output)
+    console, progress = plain_console(), plain_console(stderr=True)
+    done: list[Record] = []
+    for b in options.batch_size or (8192 if device == "cpu" else 16_384,):
+        rounds: dict[str, list[Record]] = {name: [] for name in names}
+        for turn in range(options.rounds):
+            for name in names:
+                if any(one.status != "ok" for one in rounds[name]):
                     continue
-                name = f"{case.contender}, b = {b:,}, round {turn + 1} of {plan.rounds}"
-                starts(name)
+                case = Record(name, device, options.dtype, b, options.width, options.scale)
+                title = f"{name}, b = {b:,}, round {turn + 1} of {options.rounds}"
                 started = time.monotonic()
-                result = in_process(case, plan.effort)
-                results[case].append(result)
-                ends(f"{name}: {_outcome(result)}, measured in {time.monotonic() - started:.0f} s")
-        yield [combine(case, results[case], plan.loss.work) for case in cases]
+                with progress.status(title):
+                    found = in_process(case, options)
+                shown = found.status if found.ms is None else f"{found.ms:,.1f} ms a call"
+                taken = time.monotonic() - started
+                progress.print(f"{title}: {shown}, measured in {taken:.0f} s")
+                rounds[name].append(found)
+        done += map(combined, rounds.values())
+        if options.output is not None:
+            records.write(options.output, command, done)
+    about = records.machine()
+    place = about["gpus"][0] if device == "cuda" else f"{about['cpu']}, {about['threads']} threads"
+    settings = f"d = {options.width}, {options.dtype}, {place}"
+    console.print(f"clip loss, forward + backward, {settings}", style="bold")
+    console.print(table(done))
+    for record in done:
+        if record.note:
+            console.print(f"{record.contender}, b = {record.b:,}: {record.status}: {record.note}")
+    if options.output is not None:
+        console.print(f"records: {options.output}")
+    return int(any(record.status in ("failed", "wrong") for record in done))
 
 
-def _outcome(result: Result) -> str:
-    if result.status != "ok":
-        return result.status
-    return f"{statistics.median(result.times_ms):,.1f} ms a call"
+def _device(options: LossOptions) -> str:
+    import torch
+
+    available = torch.cuda.is_available()
+    device = ("cuda" if available else "cpu") if options.device == "auto" else options.device
+    if device == "cuda" and not available:
+        raise UsageError("--device cuda: this machine has no CUDA device that torch can use")
+    if device == "cuda" and options.max_memory is not None:
+        raise UsageError("--max-memory: only on the CPU")
+    if device == "cpu" and sys.platform != "linux":
+        raise UsageError("--device cpu: peak memory is measured on Linux only")
+    return device
 
 
-def in_process(case: Case, effort: Effort) -> Result:
-    """Measure a case in a process of its own.
+def _chosen(names: tuple[str, ...], device: str) -> list[str]:
+    """The contenders with these names, or without names all that run here."""
+    from megabatch.benchmarking.measure import CONTENDERS
 
-    So the peak of memory is that contender's, and a contender that fails or is killed is a result.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder, "job.json"), Path(folder, "result.json")
-        job.write_text(json.dumps({"case": asdict(case), "effort": asdict(effort)}))
-        command = [sys.executable, "-m", "megabatch.benchmarking.measure", str(job), str(result)]
-        ended = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        if ended.returncode == 0:
-            return Result(**json.loads(result.read_text()))
-    if ended.returncode == -signal.SIGKILL:
-        return Result("out of memory", "the operating system ended the process")
-    lines = ended.stderr.decode(errors="replace").strip().splitlines()
-    return Result("failed", lines[-1] if lines else f"exit code {ended.returncode}")
+    missing = {} if importlib.util.find_spec("open_clip") else {"openclip": "open_clip_torch"}
+    here = [name for name in CONTENDERS if device == "cuda" or not name.endswith("-compiled")]
+    for name in names:
+        if name not in CONTENDERS:
+            hint = did_you_mean(name, CONTENDERS)
+            raise UsageError(f"--contenders {name}: expected some of {', '.join(CONTENDERS)}{hint}")
+        if names.count(name) > 1:
+            raise UsageError(f"--contenders {name}: given {names.count(name)} times")
+        if name in missing:
+            raise UsageError(f"--contenders {name}: needs pip install {missing[name]}")
+        if name not in here:
+            raise UsageError(f"--contenders {name}: needs --device cuda")
+    return list(names) or [name for name in here if name not in missing]
+
+
+def _check_output(path: Path) -> None:
+    """Fail before the measurements rather than after them."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise UsageError(f"--output {path}: is a folder, expected a file")
+        partial = path.with_name(path.name + ".partial")
+        partial.touch()
+        partial.unlink()
+    except OSError as error:
+        raise UsageError(f"--output {path}: cannot be written: {error.strerror}") from error
+
+
+def combined(rounds: Sequence[Record]) -> Record:
+    """The rounds of a case as one: median time, mean product rate, maximum of the rest."""
+    if rounds[-1].status != "ok":
+        return rounds[-1]
+    times = tuple(ms for one in rounds for ms in one.times_ms)
+    ms, rate = statistics.median(times), statistics.fmean(r.product_tflops or 0 for r in rounds)
+    largest = {
+        name: max(getattr(one, name) for one in rounds)
+        for name in ("extra_bytes", "max_row_error", "loss_error", "scale_gradient_error")
+    }
+    # The least work of any implementation: the matrix 2, again 2, two products of it 2 each.
+    fraction = 8 * rounds[0].b ** 2 * rounds[0].d / (ms * 1e9) / rate
+    return replace(
+        rounds[0], ms=ms, fraction=fraction, product_tflops=rate, times_ms=times, **largest
+    )
 
 
 def table(records: Sequence[Record]) -> Table:
-    """A row per record, with time and memory relative to the first contender of the same size.
+    """A row per record, with time and memory relative to the first contender of the same size."""
+    from rich.table import Table
+    from rich.text import Text
 
-    It fits into 80 columns for every contender up to a million pairs.
-    """
     made = Table(
         box=None, padding=(0, 1), collapse_padding=True, pad_edge=False, header_style="bold"
     )
     for column in ("b", "contender", "ms", "×", "of\nproduct", "extra\nmemory", "×", "row\nerror"):
         left = column == "contender"
-        made.add_column(
-            column, justify="left" if left else "right", vertical="bottom", no_wrap=True
+        made.add_column(column, justify="left" if left else "right", vertical="bottom")
+    for r in records:
+        first = next(one for one in records if one.b == r.b)
+        if r.ms is None or r.fraction is None or r.extra_bytes is None:
+            made.add_row(f"{r.b:,}", r.contender, Text(r.status, "red"), *[""] * 5)
+            continue
+        error = Text("wrong", "red") if r.status == "wrong" else f"{r.max_row_error:.1e}"
+        times = f"{r.ms / first.ms:.1f}" if first.ms else ""
+        more = f"{r.extra_bytes / first.extra_bytes:.1f}" if first.extra_bytes else ""
+        made.add_row(
+            *(f"{r.b:,}", r.contender, f"{r.ms:,.1f}", times, f"{r.fraction:.0%}"),
+            *(f"{r.extra_bytes / 2**30:,.3f} GiB", more, error),
         )
-    for record in records:
-        first = next(r for r in records if r.b == record.b)
-        made.add_row(f"{record.b:,}", record.contender, *_cells(record, first))
     return made
 
 
-def _cells(record: Record, first: Record) -> tuple[str | Text, ...]:
-    if record.ms is None or record.fraction is None or record.extra_bytes is None:
-        return (Text(record.status, "red"), "", "", "", "", "")
-    wrong = Text("wrong", "red")
-    error = wrong if record.status == "wrong" else f"{record.max_row_error:.1e}"
-    return (
-        f"{record.ms:,.1f}",
-        _times(record.ms, first.ms),
-        f"{record.fraction:.0%}",
-        size(record.extra_bytes),
-        _times(record.extra_bytes, first.extra_bytes),
-        error,
-    )
+# --- one measurement ------------------------------------------------------------------------------
 
 
-def _times(value: float, first: float | None) -> str:
-    return f"{value / first:.1f}" if first else ""
+def in_process(case: Record, options: LossOptions) -> Record:
+    """Measure a case in a process of its own."""
+    from megabatch.benchmarking.measure import Record
 
-
-def size(value: float) -> str:
-    """Format bytes in MiB or GiB."""
-    return f"{value / 2**30:,.2f} GiB" if value >= 2**30 else f"{value / 2**20:,.1f} MiB"
+    effort = {
+        "seconds": options.seconds or (1.0 if case.device == "cpu" else 2.0),
+        "repetitions": options.repetitions,
+        "max_memory": None if options.max_memory is None else int(options.max_memory * 2**30),
+    }
+    job = json.dumps([asdict(case), effort])
+    command = [sys.executable, "-m", "megabatch.benchmarking.measure", job]
+    ended = subprocess.run(command, capture_output=True)
+    if ended.returncode == 0:
+        found = json.loads(ended.stdout.decode().splitlines()[-1])
+        return Record(**{**found, "times_ms": tuple(found["times_ms"])})
+    if ended.returncode == -signal.SIGKILL:
+        return replace(case, status="out of memory", note="the operating system ended the process")
+    lines = ended.stderr.decode(errors="replace").strip().splitlines()
+    note = lines[-1] if lines else f"exit code {ended.returncode}"
+    return replace(case, status="failed", note=note)

@@ -7,11 +7,10 @@ import json
 import os
 import platform
 import shlex
-import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,6 @@ import torch
 
 import megabatch
 from megabatch import files
-from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.measure import Result
 
 _PACKAGES = (
     "megabatch",
@@ -37,87 +34,6 @@ _PACKAGES = (
     "cut-cross-entropy",
     "siglip-kernel",
 )
-#: Times that a record has; of more repetitions it has quantiles.
-_TIMES = 21
-
-
-@dataclass(frozen=True)
-class Record:
-    """One contender at one size, over all rounds. See benchmarks/README.md for the fields."""
-
-    contender: str
-    loss: str
-    device: str
-    n_devices: int
-    dtype: str
-    b: int
-    d: int
-    scale: float
-    n: int | None
-    features: str
-    tf32: bool
-    backward: bool
-    status: str
-    note: str
-    ms: float | None
-    fraction: float | None
-    extra_bytes: int | None
-    max_row_error: float | None
-    loss_error: float | None
-    scale_gradient_error: float | None
-    product_tflops: float | None
-    queued_ms: float | None
-    seconds: float | None
-    repetitions: int
-    times_ms: tuple[float, ...]
-
-
-def combine(case: Case, results: Sequence[Result], work: int, n_devices: int = 1) -> Record:
-    """Combine the rounds of a case: median time, mean product rate, maximum of the rest.
-
-    Args:
-        case, results: the case and one result per round.
-        work: operations that no implementation avoids, in units of b²d; the forward pass takes 2.
-        n_devices: that shared the work, each with the product rate of the results.
-    """
-    times = tuple(t for result in results for t in result.times_ms)
-    rates = [rate for result in results for rate in result.product_rates]
-    bad = next((result for result in results if result.status != "ok"), None)
-    measured = bool(times) and (bad is None or bad.status == "wrong")
-    ms = statistics.median(times) if measured else None
-    rate = statistics.fmean(rates) if measured else None
-    fraction = None
-    if ms is not None and rate is not None:
-        operations = (work if case.backward else 2) * case.b * (case.n or case.b) * case.d
-        fraction = operations / n_devices / (ms / 1e3) / rate
-    return Record(
-        **asdict(case),
-        n_devices=n_devices,
-        status="ok" if bad is None else bad.status,
-        note="" if bad is None else bad.note,
-        ms=ms,
-        fraction=fraction,
-        extra_bytes=_largest(results, "extra_bytes") if measured else None,
-        max_row_error=_largest(results, "max_row_error"),
-        loss_error=_largest(results, "loss_error"),
-        scale_gradient_error=_largest(results, "scale_gradient_error"),
-        product_tflops=None if rate is None else rate / 1e12,
-        queued_ms=_largest(results, "queued_ms") if measured else None,
-        seconds=_largest(results, "seconds"),
-        repetitions=len(times),
-        times_ms=_few(times),
-    )
-
-
-def _largest(results: Sequence[Result], name: str) -> Any:
-    return max((v for r in results if (v := getattr(r, name)) is not None), default=None)
-
-
-def _few(times: tuple[float, ...]) -> tuple[float, ...]:
-    if len(times) <= _TIMES:
-        return times
-    ordered = sorted(times)
-    return tuple(ordered[round(i * (len(times) - 1) / (_TIMES - 1))] for i in range(_TIMES))
 
 
 def command_line(output: Path) -> str:

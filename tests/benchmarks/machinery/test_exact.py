@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from machinery import exact as exact_losses
-from megabatch.benchmarking import truth
-from megabatch.benchmarking.inputs import features
+from machinery import truth
+from machinery.inputs import features
 from megabatch.similarity import dense
 
 

@@ -3,12 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from machinery import family
+from machinery import family, step, truth
 from machinery.family import LOSSES
-from megabatch.benchmarking import step, truth
-from megabatch.benchmarking.inputs import Case, features
+from machinery.inputs import Case, features
 
-NAMES = [(n, c.name) for n, loss in LOSSES.items() if n != "clip" for c in loss.choose((), "cpu")]
+NAMES = [
+    (n, c.name)
+    for n, loss in LOSSES.items()
+    if n != "clip"
+    for c in loss.contenders.values()
+    if c.runs_on("cpu")
+]
 
 
 @pytest.mark.parametrize("strip", [7, 1 << 27])

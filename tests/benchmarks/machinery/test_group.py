@@ -8,12 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from machinery import group
+from machinery import group, inputs
+from machinery.contenders import CLIP, Contender, two_products
 from machinery.group import Group
-from megabatch.benchmarking import inputs
-from megabatch.benchmarking.contenders import CLIP, Contender, two_products
-from megabatch.benchmarking.inputs import Case
-from megabatch.benchmarking.measure import Result
+from machinery.inputs import Case
+from machinery.results import Result
 
 CASE = Case("clip", "megabatch", "cpu", "float32", b=64, d=16, scale=14.3)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from machinery import scaling
+from machinery.inputs import Case, features
 from machinery.parallel import PARALLEL, shard, without_transfers
 from machinery.ranks import Team
 from machinery.scaling import ScalingRecord, ScalingResult, Trial
-from megabatch.benchmarking.inputs import Case, features
 from megabatch.similarity.distributed import layout
 from tests import programs
 from tests.benchmarks.test_scripts import SCRIPTS, run
@@ -64,8 +64,7 @@ def test_one_device_is_all_of_them_each_alone_at_their_mean_rate() -> None:
 
 
 def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    from machinery import parallel
-    from megabatch.benchmarking import inputs
+    from machinery import inputs, parallel
 
     for module in (inputs, parallel):
         monkeypatch.setattr(module, "PERIOD", 12)

@@ -13,7 +13,7 @@ import pytest
 
 from machinery import supervise
 from machinery.group import Group
-from megabatch.benchmarking.inputs import Case
+from machinery.inputs import Case
 
 CASE = Case("clip", "0", "cpu", "float32", b=64, d=16, scale=14.3)
 GROUPS = [

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megabatch.benchmarking import inputs
-from megabatch.benchmarking.inputs import FEATURES, features
+from machinery import inputs
+from machinery.inputs import FEATURES, features
 
 
 def test_features_are_pairs_of_unit_length() -> None:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megabatch.benchmarking import truth
-from megabatch.benchmarking.inputs import features
+from machinery import truth
+from machinery.inputs import features
 from megabatch.similarity import dense
 
 

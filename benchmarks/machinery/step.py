@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.benchmarking import truth
-from megabatch.benchmarking.contenders import LOSSES, LossFunction
-from megabatch.benchmarking.inputs import Case, features
+from machinery import truth
+from machinery.contenders import LOSSES, LossFunction
+from machinery.inputs import Case, features
 
 #: A larger relative error of a gradient's row cannot be rounding: it is another loss. Dense losses,
 #: which round their logits to the features' dtype, stay below.

@@ -11,15 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.benchmarking import truth
-from megabatch.errors import UsageError, did_you_mean
+from machinery import truth
 
 #: (x (b, d), y (n, d), scale (), and for a loss that has one: bias ()) -> loss ()
 LossFunction = Callable[..., Tensor]
-
-
-#: A workspace that keeps all logits of 16,384 pairs in float32 for the backward pass.
-KEEPING = 1152 << 20
 
 
 @dataclass(frozen=True)
@@ -31,7 +26,6 @@ class Contender:
     load: Callable[[], LossFunction]
     needs: tuple[str, str] | None = None  #: (module, what pip calls it)
     cuda: bool = False  #: runs on CUDA only
-    like: str = ""  #: contender with the same computation; by default only that one is measured
 
     def installed(self) -> bool:
         """Whether its package is installed."""
@@ -52,37 +46,6 @@ class Loss:
     work: int  #: multiplications and additions, forward and backward, in units of m n d
     bias: float | None = None  #: of the logits, where the loss takes one
 
-    def choose(self, names: tuple[str, ...], device: str) -> list[Contender]:
-        """The contenders with these names, or without names all that run here but duplicates.
-
-        Raises:
-            UsageError: a name is unknown or given twice, or its package or device is missing.
-        """
-        if not names:
-            left_out = self.duplicates(device)
-            here = [c for c in self.contenders.values() if c.runs_on(device)]
-            return [c for c in here if c not in left_out]
-        for name in names:
-            if name not in self.contenders:
-                known = ", ".join(self.contenders)
-                raise UsageError(
-                    f"--contenders {name}: expected some of {known}"
-                    + did_you_mean(name, self.contenders)
-                )
-            if names.count(name) > 1:
-                raise UsageError(f"--contenders {name}: given {names.count(name)} times")
-            contender = self.contenders[name]
-            if contender.needs is not None and not contender.installed():
-                raise UsageError(f"--contenders {name}: needs pip install {contender.needs[1]}")
-            if not contender.runs_on(device):
-                raise UsageError(f"--contenders {name}: needs --device cuda")
-        return [self.contenders[name] for name in names]
-
-    def duplicates(self, device: str) -> list[Contender]:
-        """Contenders that run here but compute as another one that runs here does."""
-        here = {name: c for name, c in self.contenders.items() if c.runs_on(device)}
-        return [c for c in here.values() if c.like in here]
-
 
 def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     """Separate products for the logits of each direction, with scaled features."""
@@ -95,21 +58,6 @@ def _megabatch() -> LossFunction:
     from megabatch import ClipLoss
 
     return ClipLoss()
-
-
-def _megabatch_keeping() -> LossFunction:
-    from megabatch.similarity import set_workspace
-
-    loss = _megabatch()
-
-    def keeping(*inputs: Tensor) -> Tensor:
-        before = set_workspace(KEEPING)
-        try:
-            return loss(*inputs)
-        finally:
-            set_workspace(before)  # for other contenders in the same process
-
-    return keeping
 
 
 def _dense() -> LossFunction:
@@ -229,7 +177,6 @@ CLIP = Loss(
     "clip",
     by_name(
         Contender("megabatch", "megabatch.ClipLoss: tiles, no matrix", _megabatch),
-        Contender("megabatch-keeping", "with a workspace of 1.125 GiB", _megabatch_keeping),
         Contender("megabatch-compiled", "under torch.compile", compiled(_megabatch), cuda=True),
         Contender("megabatch-graph", "compiled to CUDA graphs", _graph(_megabatch), cuda=True),
         Contender(
@@ -243,12 +190,6 @@ CLIP = Loss(
             "compiled, in a CUDA graph each way",
             captured(compiled(_dense)),
             cuda=True,
-        ),
-        Contender(
-            "two-products",
-            "as OpenCLIP writes it: two matrices",
-            lambda: two_products,
-            like="openclip",
         ),
         Contender("openclip", "open_clip.ClipLoss", _openclip, ("open_clip", "open_clip_torch")),
         Contender("inf-cl", "one sweep a direction", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),
