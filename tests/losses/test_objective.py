@@ -253,7 +253,7 @@ def checked(call: Any, takes: tuple[str, ...] = ()) -> None:
         (lambda x, y: (x * y).sum().item() and None, "a tensor of shape (), got None (NoneT"),
         (lambda x, y: (x * y).sum(1), "a tensor of shape (), got one of shape (8,)"),
         (lambda x, y: {"loss": (x * y).sum()}, "a tensor of shape (), got dict"),
-        (lambda x, y: (x * y).sum().detach(), "a gradient, got one without (requires_grad is F"),
+        (lambda x, y: (x * y).sum().detach(), "got none: its value does not depend on them (requ"),
         (
             lambda x, y: torch.ones((), requires_grad=True) * 2,
             "a gradient of the features, got none: its value does not depend on them",

@@ -47,8 +47,8 @@ def check_temperature(temperature: Any) -> float | Tensor:
         return check_number("temperature", temperature, "a positive, finite number")
     check_scalar("temperature", temperature, temperature)
     values = extremes(temperature)
-    if values is not None and not 0 < values[0] < math.inf:
-        raise ValueError(f"temperature: expected a positive, finite number, got {values[0]}")
+    if values is not None:
+        check_number("temperature", values[0], "a positive, finite number")
     return temperature
 
 
@@ -62,17 +62,18 @@ def check_factors(name: str, values: Any, number: int, what: str) -> tuple[float
     return factors
 
 
-def check_flag(name: str, value: Any, *, optional: bool = False) -> None:
-    """`value` must be True or False, or None if that is allowed."""
-    if not (isinstance(value, bool) or (optional and value is None)):
-        choices = "True, False or None" if optional else "True or False"
-        raise TypeError(f"{name}: expected {choices}, got {value!r}")
+def check_flag(name: str, value: Any) -> bool:
+    """`value`, which must be True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return value
 
 
-def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    """`value` must be one of `choices`."""
+def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> Any:
+    """`value`, which must be one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, choices))}, got {value!r}")
+    return value
 
 
 def check_pairs(x: Any, y: Any, names: tuple[str, str]) -> None:
@@ -93,10 +94,8 @@ def check_weights(weights: Any, like: Tensor) -> Tensor | None:
         raise ValueError("weights: expected a tensor that needs no gradient, got one that does")
     values = extremes(weights)
     if values is not None and not 0 <= values[0] <= values[1] < math.inf:
-        raise ValueError(
-            f"weights: expected finite, non-negative numbers, got {values[0]:.6g} to "
-            f"{values[1]:.6g}"
-        )
+        came = f"{values[0]:.6g} to {values[1]:.6g}"
+        raise ValueError(f"weights: expected finite, non-negative numbers, got {came}")
     return weights
 
 

@@ -31,15 +31,22 @@ TOLERANCE = 0.1
 class ContrastiveLoss(nn.Module):
     """A loss of features that may be normalised first, over the processes of a group.
 
+    Features are floating-point tensors (b, d); row i of each belongs to row i of the others. Under
+    autocast they may have any dtypes that it casts. A call returns a scalar in float32 (float64 for
+    float64 features), and raises a TypeError or a ValueError that names the argument, what came
+    and what was expected.
+
     Args:
-        normalize: scale each row of the features to unit length, as `F.normalize` does.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        normalize: scale each row of all features to unit length first, as `F.normalize` does.
+        group: processes that share one batch: None for the default group if there is one, "local",
+            a process group or a DeviceMesh.
     """
 
-    def __init__(self, *, normalize: bool | None, group: object) -> None:
+    normalize: bool | None
+
+    def __init__(self, *, normalize: bool = False, group: object = None) -> None:
         super().__init__()
-        check_flag("normalize", normalize, optional=True)
-        self.normalize, self.group = normalize, group
+        self.normalize, self.group = check_flag("normalize", normalize), group
 
     def _operand(self, features: Tensor) -> Tensor:
         """Features as operand of the products: normalised if requested, in autocast's dtype."""
@@ -47,8 +54,14 @@ class ContrastiveLoss(nn.Module):
         return unit_rows(features, dtype) if self.normalize else features.to(dtype)
 
     def extra_repr(self) -> str:
-        """The settings, for `repr`."""
-        return shown_settings(self)
+        """The constructor's arguments, except submodules, which a module shows itself."""
+        names = inspect.signature(type(self)).parameters
+        values = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        return ", ".join(
+            f"{name}={_shown(value)}"
+            for name, value in values.items()
+            if not isinstance(value, nn.Module)
+        )
 
 
 class TemperatureLoss(ContrastiveLoss):
@@ -57,16 +70,18 @@ class TemperatureLoss(ContrastiveLoss):
     Args:
         temperature: a positive number, or a tensor of shape () or (1,). An `nn.Parameter` is learnt
             and becomes a parameter of this module; any other tensor is moved with the module.
-        normalize: scale each row of the features to unit length first, as `F.normalize` does. None:
-            take them as they are, and warn at the first eager call if their lengths are far from 1
-            (on a GPU at the second, to avoid a synchronisation). False: do not warn.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+            Calls take `temperature=` in its place.
+        normalize: as for `ContrastiveLoss`, False included. None: take features as they are, and
+            warn at the first eager call if their lengths are far from 1 (on a GPU at the second, to
+            avoid a synchronisation).
+        group: as for `ContrastiveLoss`.
     """
 
     def __init__(
         self, temperature: float | Tensor, *, normalize: bool | None, group: object
     ) -> None:
-        super().__init__(normalize=normalize, group=group)
+        super().__init__(normalize=False if normalize is None else normalize, group=group)
+        self.normalize = normalize
         temperature = check_temperature(temperature)
         if isinstance(temperature, Tensor) and not isinstance(temperature, nn.Parameter):
             # Not persistent, as a number in its place would not be in a state dict either.
@@ -141,20 +156,8 @@ def keep_in_graph(value: Tensor, *unused: Any) -> Tensor:
     """
     for tensor in unused:
         if isinstance(tensor, Tensor) and tensor.requires_grad:
-            nothing = (tensor if tensor.dim() else tensor[None])[:0]
-            value = value + nothing.sum().to(value)
+            value = value + torch.atleast_1d(tensor)[:0].sum().to(value)
     return value
-
-
-def shown_settings(module: nn.Module) -> str:
-    """The constructor's arguments for `repr`, except submodules, which a module shows itself."""
-    names = inspect.signature(type(module)).parameters
-    values = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    return ", ".join(
-        f"{name}={_shown(value)}"
-        for name, value in values.items()
-        if not isinstance(value, nn.Module)
-    )
 
 
 def _shown(value: Any) -> str:

@@ -37,16 +37,11 @@ class ClipLoss(ContrastiveLoss):
 
     Args:
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
-            columns, as `torch.nn.functional.cross_entropy` does.
+            columns, as `torch.nn.functional.cross_entropy` does. Not with duplicates="ignored".
         duplicates: how pairs with equal `ids` are treated. "positive": as additional positives,
             with the target spread evenly over them (Khosla et al. 2020, arXiv 2004.11362, L_out).
             "ignored": they are left out of each other's negatives.
-        normalize: scale each row of the features to unit length first, as `F.normalize` does.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
-
-    Raises:
-        TypeError, ValueError: the message names the argument. Label smoothing cannot be combined
-            with duplicates="ignored".
+        normalize, group: see `ContrastiveLoss`.
     """
 
     def __init__(
@@ -59,12 +54,11 @@ class ClipLoss(ContrastiveLoss):
     ) -> None:
         super().__init__(normalize=normalize, group=group)
         self.label_smoothing = check_number("label_smoothing", label_smoothing, "0 to below 1")
-        check_choice("duplicates", duplicates, ("positive", "ignored"))
+        self.duplicates = check_choice("duplicates", duplicates, ("positive", "ignored"))
         if self.label_smoothing and duplicates == "ignored":
             raise ValueError(
                 f"label_smoothing: expected 0 with duplicates='ignored', got {label_smoothing}"
             )
-        self.duplicates = duplicates
 
     def forward(
         self,
@@ -77,11 +71,10 @@ class ClipLoss(ContrastiveLoss):
         ids: Tensor | None = None,
         weights: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """The mean loss over the batch.
+        """The mean loss over the batch; see `ContrastiveLoss`.
 
         Args:
-            image_features, text_features: (b, d), row i of one belongs to row i of the other; under
-                autocast in any dtypes that autocast casts.
+            image_features, text_features: (b, d).
             logit_scale: 1 / temperature, exponentiated already, as OpenCLIP's models give it.
             logit_bias: accepted for compatibility with OpenCLIP; a bias common to all logits
                 cancels in a softmax, so it has no effect and its gradient is 0.
@@ -90,12 +83,6 @@ class ClipLoss(ContrastiveLoss):
                 negative id is shared with no other pair.
             weights: (b,) non-negative factors of the pairs' losses, without a gradient; the loss is
                 the weighted mean, or 0 if all weights are 0.
-
-        Returns:
-            A scalar in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
         x, y = self._operand(image_features), self._operand(text_features)
@@ -136,10 +123,9 @@ class ClipLoss(ContrastiveLoss):
 
     def _mean_logit(self, x: Tensor, y: Tensor, scale: Tensor, weights: Tensor | None) -> Tensor:
         """Mean over pairs and directions of each row's mean logit: products of mean features."""
-        plain = mean_row(x, self.group), mean_row(y, self.group)
-        if weights is None:
-            return scale * torch.dot(*plain)
-        weighted = mean_row(x, self.group, weights), mean_row(y, self.group, weights)
+        plain = weighted = mean_row(x, self.group), mean_row(y, self.group)
+        if weights is not None:
+            weighted = mean_row(x, self.group, weights), mean_row(y, self.group, weights)
         return scale * (torch.dot(weighted[0], plain[1]) + torch.dot(plain[0], weighted[1])) / 2
 
 
@@ -151,15 +137,11 @@ class DistillClipLoss(ContrastiveLoss):
     directions.
 
     Args:
-        normalize: scale each row of all four features to unit length first, as `F.normalize` does.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        normalize, group: see `ContrastiveLoss`; all four features are normalised.
     """
 
     #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
     whole = ("dist_image_features", "dist_text_features")
-
-    def __init__(self, *, normalize: bool = False, group: object = None) -> None:
-        super().__init__(normalize=normalize, group=group)
 
     def forward(
         self,
@@ -181,20 +163,16 @@ class DistillClipLoss(ContrastiveLoss):
             output_dict: return `{"contrastive_loss": ..., "distill_loss": ...}`.
 
         Returns:
-            `(contrastive_loss, distill_loss)`, scalars in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
+            `(contrastive_loss, distill_loss)`; see `ContrastiveLoss`.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
-        names = "dist_image_features", "dist_text_features"
-        check_pairs(dist_image_features, dist_text_features, names)
+        check_pairs(dist_image_features, dist_text_features, self.whole)
         x, y = self._operand(image_features), self._operand(text_features)
         u, v = (self._operand(t.detach()) for t in (dist_image_features, dist_text_features))
         scale = check_scalar("logit_scale", logit_scale, x)
         teacher_scale = check_scalar("dist_logit_scale", dist_logit_scale, x).detach()
         rows, columns, batch = soft_target_stacks(
-            x, y, scale, u, v, teacher_scale, names=names, group=self.group
+            x, y, scale, u, v, teacher_scale, names=self.whole, group=self.group
         )
         assert columns is not None
         losses = paired_losses(rows[:4], columns[:4]), (rows[4] + columns[4]) / 2
@@ -206,7 +184,7 @@ class DistillClipLoss(ContrastiveLoss):
         return contrastive, distill
 
 
-# --- each pair's loss, in one launch --------------------------------------------------------------
+# --- each pair's loss -----------------------------------------------------------------------------
 
 
 def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
@@ -216,21 +194,17 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
         rows, columns: (4, m), the numbers of a `Split` for either side; each pair has one positive,
             its own.
     """
-    if torch.compiler.is_compiling():  # which makes one kernel of it by itself
-        return _expression(rows, columns)
-    return _paired_losses(rows, columns)
-
-
-def _expression(rows: Tensor, columns: Tensor) -> Tensor:
+    by_kernel = rows.dtype == torch.float32 and backends.kernels_available(rows)
+    # torch.compile makes one kernel of the expression by itself.
+    if by_kernel and rows.shape[1] and not torch.compiler.is_compiling():
+        return _paired_losses(rows, columns)
     of_rows, of_columns = (minus_log_probability(side[2], side[0]) for side in (rows, columns))
     return (of_rows + of_columns) / 2
 
 
 @operator("paired_losses")
 def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
-    """One launch, and one for the gradient; torch operations would take 5 and 10."""
-    if not _by_kernel(rows):
-        return _expression(rows, columns)
+    """One launch, and one for the gradient, on a GPU; torch operations would take 5 and 10."""
     from megabatch.similarity.triton import paired  # Triton, where it is needed
 
     out = rows.new_empty(rows.shape[1])
@@ -239,38 +213,22 @@ def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     return out
 
 
-@_paired_losses.register_fake
-def _(rows: Tensor, columns: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape[1])
-
-
 @operator("paired_losses_backward")
 def _paired_losses_backward(
     rows: Tensor, columns: Tensor, gradient: Tensor
 ) -> tuple[Tensor, Tensor]:
-    drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
-    if _by_kernel(rows):
-        from megabatch.similarity.triton import paired
+    from megabatch.similarity.triton import paired
 
-        with torch.cuda.device_of(rows):
-            paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
-        return drows, dcolumns
-    for out, stack in ((drows, rows), (dcolumns, columns)):
-        torch.mul(gradient / 2, torch.sigmoid(stack[0] - stack[2]), out=out[0])
-        torch.neg(out[0], out=out[2])
-        out[1::2] = 0
+    drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
+    with torch.cuda.device_of(rows):
+        paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
     return drows, dcolumns
 
 
-@_paired_losses_backward.register_fake
-def _(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), columns.new_empty(columns.shape)
-
-
-def _by_kernel(rows: Tensor) -> bool:
-    return rows.dtype == torch.float32 and rows.shape[1] > 0 and backends.kernels_available(rows)
-
-
+_paired_losses.register_fake(lambda rows, columns: rows.new_empty(rows.shape[1]))
+_paired_losses_backward.register_fake(
+    lambda rows, columns, gradient: (rows.new_empty(rows.shape), columns.new_empty(columns.shape))
+)
 _paired_losses.register_autograd(
     lambda ctx, gradient: _paired_losses_backward(*ctx.saved_tensors, gradient),
     setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),

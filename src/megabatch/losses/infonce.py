@@ -74,9 +74,7 @@ class InfoNCELoss(TemperatureLoss):
             negatives is corrected for it (see `NTXentLoss`), for features of unit length. This and
             label smoothing cannot be combined with each other, nor with `margin`, `same_tower`,
             `reverse`, `hardness_mode` or `ids`, with which candidates differ in number or meaning.
-        normalize: scale each row of all features, including negatives and queue, to unit length
-            first, as `F.normalize` does.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        normalize, group: see `ContrastiveLoss`; negatives, queue and guide are normalised too.
     """
 
     #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
@@ -102,30 +100,29 @@ class InfoNCELoss(TemperatureLoss):
         if isinstance(same_tower, str):
             raise TypeError(f"same_tower: expected a collection of names, got {same_tower!r}")
         self.margin = None if margin is None else check_number("margin", margin)
-        check_choice("margin_strategy", margin_strategy, ("absolute", "relative"))
-        self.margin_strategy = margin_strategy
+        strategies = "absolute", "relative"
+        self.margin_strategy = check_choice("margin_strategy", margin_strategy, strategies)
         self.same_tower = tuple(same_tower)
         for name in self.same_tower:
             check_choice("same_tower", name, ("query", "positive"))
         if len(set(self.same_tower)) < len(self.same_tower):
             raise ValueError(f"same_tower: expected each name once, got {self.same_tower}")
-        check_choice("reverse", reverse, (None, "joint", "separate"))
+        self.reverse = check_choice("reverse", reverse, (None, "joint", "separate"))
         if reverse == "separate" and self.same_tower:
             raise ValueError(
                 "reverse: expected None or 'joint' with same_tower, whose rows join one softmax, "
                 "got 'separate'"
             )
-        check_flag("share_negatives", share_negatives)
-        self.reverse, self.share_negatives = reverse, share_negatives
-        check_choice("hardness_mode", hardness_mode, (None, *get_args(HardnessMode)))
+        self.share_negatives = check_flag("share_negatives", share_negatives)
+        modes = None, *get_args(HardnessMode)
+        self.hardness_mode = check_choice("hardness_mode", hardness_mode, modes)
         not_negative = "a finite, non-negative number"
-        strength = check_number("hardness_strength", hardness_strength, not_negative)
-        if strength and hardness_mode is None:
+        self.hardness_strength = check_number("hardness_strength", hardness_strength, not_negative)
+        if self.hardness_strength and hardness_mode is None:
             raise ValueError(
-                f"hardness_strength: expected 0 with hardness_mode=None, got {strength}; a mode "
-                "says which negatives are weighted"
+                f"hardness_strength: expected 0 with hardness_mode=None, got {hardness_strength}; "
+                "a mode says which negatives are weighted"
             )
-        self.hardness_mode, self.hardness_strength = hardness_mode, strength
         self.label_smoothing = check_number("label_smoothing", label_smoothing, "0 to below 1")
         self.tau_plus = check_number("tau_plus", tau_plus, "0 to below 1")
         for name in ("label_smoothing", "tau_plus"):
@@ -149,28 +146,22 @@ class InfoNCELoss(TemperatureLoss):
     ) -> Tensor:
         """The mean loss over queries; 0 for a query without negatives, log 2 if reverse="joint".
 
+        See `ContrastiveLoss` for dtypes and errors.
+
         Args:
-            query, positive: (b, d), row i of one belongs to row i of the other.
+            query, positive: (b, d).
             negatives: (k, d), negatives of every query of all processes; or (b, k, d), k for each
                 query alone. Unless they are shared, the latter take O(b·k) additional memory.
             queue: (q, d), negatives that are the same on every process, such as MoCo's memory (He
                 et al. 2019, arXiv 1911.05722); no gradient flows into it.
-            ids: (b,) integers below 2**62; pairs of equal ids (the same document) are left out of
-                each other's negatives. A negative id is shared with no other pair.
-            weights: (b,) non-negative factors of the queries' losses, without a gradient; the loss
-                is the weighted mean, or 0 if all weights are 0.
+            ids, weights: as for `ClipLoss`; pairs of equal ids (the same document) are left out of
+                each other's negatives.
             temperature: for this call, instead of the constructor's.
             guide_query, guide_positive, guide_negatives, guide_queue: another model's features of
                 the same rows, of any width d', for all inputs that are given or for none. The
                 margin then applies to their similarities instead of the trained model's. Any
                 floating-point dtype, but float64 if and only if `query` is; autocast does not cast
                 them; no gradient flows into them.
-
-        Returns:
-            A scalar in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(query, positive, ("query", "positive"))
         if ids is not None and (self.label_smoothing or self.tau_plus):

@@ -51,12 +51,6 @@ class LabelsLoss(TemperatureLoss):
             references: (m, d); anchors are compared with these instead of with each other.
             reference_labels: (m,) integers.
             temperature: for this call, instead of the constructor's.
-
-        Returns:
-            A scalar in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         ids = _check_labels(embeddings, labels, references, reference_labels)
         self._check_lengths(embeddings)
@@ -92,8 +86,7 @@ class SupConLoss(LabelsLoss):
         group: object = None,
     ) -> None:
         super().__init__(temperature, normalize=normalize, group=group)
-        check_choice("form", form, ("out", "in"))
-        self.form = form
+        self.form = check_choice("form", form, ("out", "in"))
 
     def _losses(
         self, x: Tensor, y: Tensor | None, scale: Tensor, ids: Ids
@@ -133,8 +126,7 @@ class SincereLoss(LabelsLoss):
         group: object = None,
     ) -> None:
         super().__init__(temperature, normalize=normalize, group=group)
-        check_choice("average", average, ("anchors", "pairs"))
-        self.average = average
+        self.average = check_choice("average", average, ("anchors", "pairs"))
 
     def _losses(
         self, x: Tensor, y: Tensor | None, scale: Tensor, ids: Ids

@@ -7,14 +7,14 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from megabatch.losses.arguments import check_factors, check_flag
-from megabatch.losses.base import shown_settings, unit_rows
+from megabatch.losses.arguments import check_factors
+from megabatch.losses.base import ContrastiveLoss, unit_rows
 from megabatch.similarity.arguments import check_dense
 
 
-class MatryoshkaLoss(nn.Module):
+class MatryoshkaLoss(ContrastiveLoss):
     """The weighted sum of one loss over prefixes of the features: their first `dims` numbers.
 
     The features of a model trained with it can be truncated.
@@ -35,7 +35,7 @@ class MatryoshkaLoss(nn.Module):
         *,
         normalize: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(normalize=normalize)
         if not callable(loss):
             raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
         dims = tuple(dims)
@@ -46,8 +46,7 @@ class MatryoshkaLoss(nn.Module):
                 raise TypeError(f"dims: expected integers, got {type(dim).__name__}")
             if dim < 1:
                 raise ValueError(f"dims: expected widths of at least 1, got {dim}")
-        check_flag("normalize", normalize)
-        self.loss, self.dims, self.normalize = loss, tuple(map(int, dims)), normalize
+        self.loss, self.dims = loss, tuple(map(int, dims))
         self.weights = check_factors("weights", weights, len(dims), "dim")
         # Arguments that stay whole, by name and by position.
         names = getattr(loss, "whole", ())
@@ -66,53 +65,38 @@ class MatryoshkaLoss(nn.Module):
         Raises:
             ValueError: features are narrower than the largest of `dims`, or there are none.
         """
-        given: dict[int | str, Any] = dict(enumerate(args))
-        given.update(kwargs)
-        features = {key: value for key, value in given.items() if key not in self._whole}
-        if not any([self._check(_named(key), value) for key, value in features.items()]):
+        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        to_cut = [key for key in given if key not in self._whole]
+        if not any(_has_features(given[key]) for key in to_cut):
             raise ValueError("features: expected at least one tensor of shape (n, d), got none")
         total: Any = None
         for dim, weight in zip(self.dims, self.weights, strict=True):
-            prefixes = given | {key: self._cut(value, dim) for key, value in features.items()}
-            loss = self.loss(
-                *(prefixes[i] for i in range(len(args))),
-                **{name: prefixes[name] for name in kwargs},
-            )
+            prefixes = given | {key: self._cut(key, given[key], dim) for key in to_cut}
+            positional = [prefixes[i] for i in range(len(args))]
+            loss = self.loss(*positional, **{name: prefixes[name] for name in kwargs})
             total = _plus(total, weight, loss)
         return total
 
-    def extra_repr(self) -> str:
-        """The settings, for `repr`."""
-        return shown_settings(self)
-
-    def _check(self, name: str, value: Any) -> bool:
-        """Whether an argument contains features; raises if any are too narrow."""
+    def _cut(self, key: int | str, value: Any, dim: int) -> Any:
+        """The first `dim` numbers of features; an argument's other values as they are."""
+        name = f"argument {key}" if isinstance(key, int) else key
         if isinstance(value, Mapping):
-            return any([self._check(f"{name}[{key!r}]", v) for key, v in value.items()])
-        if not _is_features(value):
-            return False
+            return {k: self._cut(f"{name}[{k!r}]", v, dim) for k, v in value.items()}
+        if not _has_features(value):
+            return value
         check_dense(name, value)
         if value.shape[-1] < max(self.dims):
             raise ValueError(
                 f"{name}: expected width {max(self.dims)} or more, the largest of dims, got "
                 f"{value.shape[-1]}"
             )
-        return True
-
-    def _cut(self, value: Any, dim: int) -> Any:
-        if isinstance(value, Mapping):
-            return {name: self._cut(v, dim) for name, v in value.items()}
-        if not _is_features(value):
-            return value
         prefix = value[..., :dim]
         return unit_rows(prefix, value.dtype) if self.normalize else prefix
 
 
-def _named(key: int | str) -> str:
-    return f"argument {key}" if isinstance(key, int) else key
-
-
-def _is_features(value: Any) -> bool:
+def _has_features(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_features, value.values()))
     return isinstance(value, Tensor) and value.is_floating_point() and value.dim() >= 2
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from megabatch.losses.arguments import check_factors, check_pairs
 from megabatch.losses.base import ContrastiveLoss, keep_in_graph
 from megabatch.losses.clip import ClipLoss
-from megabatch.similarity.arguments import check_features
 
 Pair = tuple[str, str]
 Scale = float | Tensor
@@ -29,8 +28,8 @@ class MultiModalLoss(ContrastiveLoss):
         loss: for each pair called as `loss(x, y, logit_scale, logit_bias, weights=ones)`:
             `ClipLoss` (the default) or `SigLipLoss`. It gets weights of 1 because a weighted mean
             over no rows is 0, whereas an unweighted one is an error.
-        normalize: scale each row of each modality to unit length first, as `F.normalize` does.
-        group: the group of the default loss; a loss that you pass has its own.
+        normalize: see `ContrastiveLoss`.
+        group: of the default loss, see `ContrastiveLoss`; a loss that you pass has its own.
     """
 
     def __init__(
@@ -60,11 +59,11 @@ class MultiModalLoss(ContrastiveLoss):
         *,
         present: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """The weighted sum over pairs.
+        """The weighted sum over pairs; see `ContrastiveLoss`.
 
         Args:
-            features: (b, d) for each modality, row i of each belongs to sample i; None if no sample
-                has the modality. If samples of some processes have it, the others pass a tensor
+            features: (b, d) for each modality, row i belongs to sample i; None if no sample has the
+                modality. If samples of some processes have it, the others pass a tensor
                 masked by `present`, as all must agree on what needs a gradient. A modality that no
                 pair names is not used, and its gradient is 0.
             logit_scale: 1 / temperature, exponentiated already: one for all pairs, or a mapping
@@ -73,12 +72,6 @@ class MultiModalLoss(ContrastiveLoss):
             present: for some modalities a bool tensor (b,), False if a sample lacks the modality;
                 the values of that row of the features, even NaN, are ignored. Selecting rows
                 synchronises with the masks' device; masks on the CPU avoid this for a GPU.
-
-        Returns:
-            A scalar in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         present = {} if present is None else present
         like = self._check(features, present)
@@ -119,14 +112,18 @@ class MultiModalLoss(ContrastiveLoss):
         if not given:
             raise ValueError("features: expected at least one modality, got None for all")
         like: Tensor = features[given[0]]
-        check_features(f"features[{given[0]!r}]", like)
-        for name in given[1:]:
+        for name in given:
             names = (f"features[{given[0]!r}]", f"features[{name!r}]")
             check_pairs(like, features[name], names)
         for name, mask in present.items():
             if name not in features:
                 raise ValueError(f"present: expected names among {sorted(features)}, got {name!r}")
-            _check_mask(f"present[{name!r}]", mask, like.shape[0])
+            label, rows = f"present[{name!r}]", like.shape[0]
+            if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+                came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+                raise TypeError(f"{label}: expected a bool tensor, got {came}")
+            if tuple(mask.shape) != (rows,):
+                raise ValueError(f"{label}: expected shape ({rows},), got {tuple(mask.shape)}")
         return like
 
 
@@ -137,14 +134,6 @@ def _as_pair(pair: Any) -> Pair:
     if len(pair) != 2 or not all(isinstance(name, str) for name in pair) or pair[0] == pair[1]:
         raise ValueError(f"pairs: expected two names of different modalities each, got {pair!r}")
     return pair[0], pair[1]
-
-
-def _check_mask(name: str, mask: Any, rows: int) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
-        raise TypeError(f"{name}: expected a bool tensor, got {came}")
-    if tuple(mask.shape) != (rows,):
-        raise ValueError(f"{name}: expected shape ({rows},), got {tuple(mask.shape)}")
 
 
 def _of(pair: Pair, value: Any, name: str) -> Any:

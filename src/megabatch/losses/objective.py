@@ -50,20 +50,20 @@ class Objective(nn.Module):
         Raises:
             ValueError: ids or negatives where the loss takes none, or none where it needs them.
         """
-        for name, argument, value in (
-            ("ids", "ids", ids),
-            ("negative_features", "negatives", negative_features),
-        ):
-            if (value is not None) != (argument in self.takes):
-                expected = "a tensor, as the loss takes it" if value is None else "None"
-                came = "None" if value is None else "a tensor"
-                raise ValueError(f"{name}: expected {expected}, got {came}")
+        ids = None if ids is None else ids.to(image_features.device, non_blocking=True)
         others: dict[str, Any] = {
             "logit_scale": logit_scale,
             "logit_bias": logit_bias,
-            "ids": None if ids is None else ids.to(image_features.device, non_blocking=True),
+            "ids": ids,
             "negatives": negative_features,
         }
+        for name, argument in (("ids", "ids"), ("negative_features", "negatives")):
+            if (argument in self.takes) != (others[argument] is not None):
+                taken = argument in self.takes
+                expected = (
+                    "a tensor, as the loss takes it, got None" if taken else "None, got a tensor"
+                )
+                raise ValueError(f"{name}: expected {expected}")
         if "temperature" in self.takes:
             others["temperature"] = logit_scale.reciprocal()
         return self.loss(image_features, text_features, **{n: others[n] for n in self.takes})
@@ -74,7 +74,7 @@ def create_objective(config: Any, *, group: Any = None) -> Objective:
 
     Args:
         config: a `TrainConfig` that has no problem (`megabatch.config.problems`).
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        group: as for `ContrastiveLoss`.
 
     Raises:
         UsageError: `config.loss` is a reference to no loss; see `create_custom`.
@@ -111,7 +111,7 @@ def create_custom(
     Args:
         reference: of a class, or of a function that returns a loss. It is called with `group` if it
             has such a parameter.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        group: as for `ContrastiveLoss`.
         negatives: whether its call gets `negatives`, features of shape (b, k, d).
 
     Returns:
@@ -126,15 +126,14 @@ def create_custom(
     loss = references.call(references.load(reference, "loss"), label, group=group)
     if not callable(loss) or isinstance(loss, type):
         raise UsageError(f"{label}: expected a loss to call, got {references.describe(loss)}")
-    module = loss if isinstance(loss, nn.Module) else None
-    learnt = [] if module is None else [name for name, _ in module.named_parameters()]
-    if learnt:
+    is_module = isinstance(loss, nn.Module)
+    if learnt := [name for name, _ in loss.named_parameters()] if is_module else []:
         raise UsageError(
             f"{label}: expected no parameters, as only the model's are trained, got "
             + ", ".join(learnt)
         )
     others = ["logit_scale", "temperature", "logit_bias", "ids"] + ["negatives"] * negatives
-    called = loss if module is None else module.forward
+    called = loss.forward if is_module else loss
     takes = references.accepted(called, others, f"{label}: its call", positional=2)
     if negatives and "negatives" not in takes:
         raise UsageError(f"--hard-negatives: the call of {label} has no parameter negatives")
@@ -172,13 +171,11 @@ def check_custom(
         is_tensor = isinstance(value, Tensor)
         came = f"one of shape {tuple(value.shape)}" if is_tensor else references.describe(value)
         raise UsageError(f"{label}: expected to return a tensor of shape (), got {came}")
-    if not value.requires_grad:
-        raise UsageError(
-            f"{label}: expected to return a tensor with a gradient, got one without (requires_grad "
-            "is False)"
-        )
-    if torch.autograd.grad(value, (x, y), allow_unused=True) == (None, None):
+    gradients: Any = (None, None)
+    if value.requires_grad:
+        gradients = torch.autograd.grad(value, (x, y), allow_unused=True)
+    if gradients == (None, None):
         raise UsageError(
             f"{label}: expected a gradient of the features, got none: its value does not depend on "
-            "them"
+            f"them (requires_grad is {value.requires_grad})"
         )

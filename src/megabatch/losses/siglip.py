@@ -20,15 +20,11 @@ class SigLipLoss(ContrastiveLoss):
     teacher's features the labels are soft: its probabilities sigmoid(logit) instead of 1 and 0.
 
     Args:
-        normalize: scale each row of the features to unit length first, as `F.normalize` does.
-        group: processes that share one batch: None, "local", a process group or a DeviceMesh.
+        normalize, group: see `ContrastiveLoss`.
     """
 
     #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
     whole = ("dist_image_features", "dist_text_features")
-
-    def __init__(self, *, normalize: bool = False, group: object = None) -> None:
-        super().__init__(normalize=normalize, group=group)
 
     def forward(
         self,
@@ -45,30 +41,20 @@ class SigLipLoss(ContrastiveLoss):
         dist_logit_scale: float | Tensor | None = None,
         dist_logit_bias: float | Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """The mean over images of their summed losses with all texts.
+        """The mean over images of their summed losses with all texts; see `ContrastiveLoss`.
 
         Args:
-            image_features, text_features: (b, d), row i of one belongs to row i of the other; under
-                autocast in any dtypes that autocast casts.
+            image_features, text_features: (b, d).
             logit_scale: exponentiated already, as OpenCLIP's models give it.
             logit_bias: added to all logits; the paper starts at -10. None: no bias, the same as 0.
             output_dict: return `{"contrastive_loss": loss}`.
-            ids: (b,) integers below 2**62; pairs of equal ids are positives of each other. A
-                negative id is shared with no other pair.
-            weights: (b,) non-negative factors of each image's sum over texts, without a gradient.
-                The loss is the weighted mean, or 0 if all weights are 0.
+            ids, weights: as for `ClipLoss`; a weight multiplies an image's sum over texts.
             dist_image_features, dist_text_features: (b, d'), a teacher's features of any width, for
                 soft labels; they exclude `ids`. Any floating-point dtype, but float64 if and only
                 if the student's features are; autocast does not cast them. They get no gradient,
                 and neither do the teacher's scale and bias.
             dist_logit_scale, dist_logit_bias: the teacher's scale and bias; None: no bias, the same
                 as 0.
-
-        Returns:
-            A scalar in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
         check_pairs(image_features, text_features, ("image_features", "text_features"))
         x, y = self._operand(image_features), self._operand(text_features)
@@ -99,11 +85,10 @@ class SigLipLoss(ContrastiveLoss):
         self, x: Tensor, y: Tensor, u: Any, v: Any, scale: Any, bias: Any
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The teacher's features and numbers for `softplus_sum`."""
-        names = "dist_image_features", "dist_text_features"
-        for name, value in zip((*names, "dist_logit_scale"), (u, v, scale), strict=True):
+        for name, value in zip((*self.whole, "dist_logit_scale"), (u, v, scale), strict=True):
             if value is None:
                 raise ValueError(f"{name}: expected the teacher's as well, got None")
-        u, v = check_guide((u, v), x, y, names, ("image_features", "text_features"))
+        u, v = check_guide((u, v), x, y, self.whole, ("image_features", "text_features"))
         if self.normalize:
             u, v = (unit_rows(features, features.dtype) for features in (u, v))
         scale = check_scalar("dist_logit_scale", scale, x)

@@ -7,7 +7,7 @@ et al. 2021, arXiv 2110.06848).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from megabatch.losses.arguments import check_number, check_pairs
 from megabatch.losses.base import TemperatureLoss
 from megabatch.losses.terms import cross_entropy, debiased, minus_log_probability
 from megabatch.similarity import Split, global_mean, log_mean_exp, pair_ids, paired, split_stacks
-from megabatch.similarity.arguments import check_features
 
 
 class ViewsLoss(TemperatureLoss):
@@ -32,19 +31,16 @@ class ViewsLoss(TemperatureLoss):
     _losses: Callable[..., Tensor]
 
     def forward(self, *views: Tensor, temperature: float | Tensor | None = None) -> Tensor:
-        """The mean loss over all views of all instances.
+        """The mean loss over all views of all instances; see `ContrastiveLoss`.
 
         Args:
             views: two or more of shape (b, d), row i of each belongs to instance i.
             temperature: for this call, instead of the constructor's.
-
-        Returns:
-            A scalar in float32 (float64 for float64 features).
-
-        Raises:
-            TypeError, ValueError: the message names the argument, its value and what was expected.
         """
-        check_views(views)
+        if len(views) < 2:
+            raise TypeError(f"views: expected two or more, got {len(views)}")
+        for i, view in enumerate(views[1:], start=1):
+            check_pairs(views[0], view, ("views[0]", f"views[{i}]"))
         option = getattr(self, self._for_two_views)
         if option and len(views) > 2:
             raise ValueError(
@@ -138,15 +134,6 @@ class DCLLoss(ViewsLoss):
         # Without negatives not a constant 0, which would hide a NaN.
         nothing = 0.0 * rows.positive_sum
         return torch.where(rows.negative == -torch.inf, nothing, rows.negative - positive)
-
-
-def check_views(views: tuple[Any, ...]) -> None:
-    """Check two or more feature matrices of equal length, whose rows i belong to instance i."""
-    if len(views) < 2:
-        raise TypeError(f"views: expected two or more, got {len(views)}")
-    check_features("views[0]", views[0])
-    for i, view in enumerate(views[1:], start=1):
-        check_pairs(views[0], view, ("views[0]", f"views[{i}]"))
 
 
 def stack_views(views: tuple[Tensor, ...], group: object) -> tuple[Tensor, Tensor]:
