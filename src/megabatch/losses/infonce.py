@@ -45,34 +45,30 @@ class InfoNCELoss(TemperatureLoss):
 
     Args:
         temperature: see `TemperatureLoss`.
-        margin: a negative counts as false and is left out if its similarity exceeds that of query
-            and positive by more than this margin, in units of <query, positive>, before the
-            temperature. With a negative margin slightly less similar ones are left out too. None:
-            all are kept. A negative that exceeds the limit only by rounding, as a copy of the
-            positive may, is kept.
+        margin: leave out a negative as a false one if its similarity exceeds that of query and
+            positive by more than this, before the temperature; negative numbers leave out more.
+            One that exceeds the limit only by rounding, as a copy of the positive may, is kept.
         margin_strategy: "absolute", or "relative": the margin is a fraction of the absolute
             similarity of query and positive.
         same_tower: any of "query" (compare each query with all other queries too) and "positive"
             (its positive with all other positives; Li et al. 2023, arXiv 2308.03281).
         reverse: None: the loss has one direction. "joint": the softmax of a query also contains the
-            logits of all queries with its positive, so that the pair itself counts twice, as in the
-            paper; with both names in `same_tower` this is the loss of GTE (Li et al. 2023).
-            "separate": those logits have a softmax of their own, and the loss of a pair is the mean
-            of the two; this excludes `same_tower`.
+            logits of all queries with its positive, so that the pair itself counts twice; with
+            both names in `same_tower` this is the loss of GTE (Li et al. 2023). "separate": those
+            logits have a softmax of their own, and the loss of a pair is the mean of the two; this
+            excludes `same_tower`.
         share_negatives: use each query's own negatives (b, k, d) as negatives of all other queries
             too and, with "positive" in `same_tower`, of their positives.
-        hardness_mode: which negatives of a query are weighted by their similarity, as in
-            sentence-transformers. "in_batch_negatives": all except its own (Lan et al. 2025, arXiv
-            2503.04812). "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025, arXiv
-            2509.20354). "all_negatives": both. The negatives that `same_tower` and `reverse` add
-            are never weighted.
+        hardness_mode: which negatives of a query are weighted, as in sentence-transformers.
+            "in_batch_negatives": all except its own (Lan et al. 2025, arXiv 2503.04812).
+            "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025, arXiv 2509.20354).
+            "all_negatives": both. Those that `same_tower` and `reverse` add never are.
         hardness_strength: a >= 0 in the weight e^(a c) of a negative of similarity c, which gets no
             gradient. The papers use 9 and 5.
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all
             candidates of the softmax, the positive and all negatives.
-        tau_plus: the probability that a negative is a false one, from 0 to below 1. The sum over
-            negatives is corrected for it (see `NTXentLoss`), for features of unit length. This and
-            label smoothing cannot be combined with each other, nor with `margin`, `same_tower`,
+        tau_plus: the probability that a negative is a false one, see `NTXentLoss`. This and label
+            smoothing cannot be combined with each other, nor with `margin`, `same_tower`,
             `reverse`, `hardness_mode` or `ids`, with which candidates differ in number or meaning.
         normalize, group: see `ContrastiveLoss`; negatives, queue and guide are normalised too.
     """

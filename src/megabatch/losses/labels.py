@@ -7,7 +7,7 @@ Hughes 2023, arXiv 2309.14277).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -44,6 +44,8 @@ class LabelsLoss(TemperatureLoss):
     ) -> Tensor:
         """The mean over the anchors that have a positive, or over positive pairs; 0 without any.
 
+        See `ContrastiveLoss` for dtypes and errors.
+
         Args:
             embeddings: (n, d) anchors.
             labels: (n,) integers. A row with a negative label has no positive and serves as a
@@ -52,10 +54,19 @@ class LabelsLoss(TemperatureLoss):
             reference_labels: (m,) integers.
             temperature: for this call, instead of the constructor's.
         """
-        ids = _check_labels(embeddings, labels, references, reference_labels)
+        check_features("embeddings", embeddings)
+        ids: Ids = check_integers("labels", labels, embeddings.shape[0], embeddings)
+        if (references is None) != (reference_labels is None):
+            absent = "references" if references is None else "reference_labels"
+            raise ValueError(f"{absent}: expected with the other of the two, got None")
+        y = None
+        if references is not None:
+            check_two(embeddings, references, ("embeddings", "references"))
+            size = references.shape[0]
+            ids = ids, check_integers("reference_labels", reference_labels, size, references)
+            y = self._operand(references)
         self._check_lengths(embeddings)
         x = self._operand(embeddings)
-        y = None if references is None else self._operand(references)
         losses, weights = self._losses(x, y, self._scale(temperature, x), ids)
         if len(x) == 1 or (y is not None and len(y) == 0):
             # No anchor is part of a pair, so a NaN among them appears in no logit.
@@ -141,17 +152,3 @@ class SincereLoss(LabelsLoss):
         count = rows.positive_count
         losses = zero_without_positive(sums / count.clamp(min=1), rows)
         return losses, count if self.average == "pairs" else (count > 0).to(count.dtype)
-
-
-def _check_labels(embeddings: Any, labels: Any, references: Any, reference_labels: Any) -> Ids:
-    """Check embeddings (n, d) and labels, and references (m, d) and theirs if given; the ids."""
-    check_features("embeddings", embeddings)
-    labels = check_integers("labels", labels, embeddings.shape[0], embeddings)
-    if (references is None) != (reference_labels is None):
-        absent = "references" if references is None else "reference_labels"
-        raise ValueError(f"{absent}: expected with the other of the two, got None")
-    if references is None:
-        return labels
-    check_two(embeddings, references, ("embeddings", "references"))
-    size = references.shape[0]
-    return labels, check_integers("reference_labels", reference_labels, size, references)

@@ -13,30 +13,23 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 @dataclass(frozen=True)
 class LossEntry:
-    """One loss of image and text features.
+    """One loss of image and text features."""
 
-    name: of the class in `megabatch.losses`.
-    summary: text of the option for `--help`.
-    work: floating-point operations of forward and backward pass, in units of b² d.
-    takes: arguments of `forward` for the model's scale ("logit_scale", or "temperature", its
-        inverse) and for its bias ("logit_bias", if the loss depends on it: in a softmax it
-        cancels).
-    initial_scale, initial_bias: starting values of the model's log scale and bias; None: its own.
-    duplicates: for each value of `--duplicates` that the loss supports, further arguments of the
-        constructor. With any value but "negatives" `forward` takes `ids`.
-    settings: settings of the trainer that only this loss uses, and the constructor's names of them.
-    negatives: further arguments of the constructor with `--hard-negatives`, when `forward` takes
-        `negatives`; None: the loss takes none.
-    """
-
-    name: str
-    summary: str
-    work: int = 8
+    name: str  #: of the class in `megabatch.losses`
+    summary: str  #: text of the option for `--help`
+    work: int = 8  #: floating-point operations of both passes, in units of b² d
+    #: Arguments of `forward` for the model's scale ("logit_scale", or "temperature", its inverse)
+    #: and for its bias ("logit_bias", if the loss depends on it: in a softmax it cancels).
     takes: tuple[str, ...] = ("logit_scale",)
-    initial_scale: float | None = None
-    initial_bias: float | None = None
+    initial_scale: float | None = None  #: of the model's log scale; None: its own
+    initial_bias: float | None = None  #: likewise
+    #: For each value of `--duplicates` that the loss supports, further arguments of the constructor.
+    #: With any value but "negatives" `forward` takes `ids`.
     duplicates: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"negatives": {}})
+    #: Settings of the trainer that only this loss uses, and the constructor's names of them.
     settings: Mapping[str, str] = field(default_factory=dict)
+    #: Further arguments of the constructor with `--hard-negatives`, when `forward` takes
+    #: `negatives`; None: the loss takes none.
     negatives: Mapping[str, Any] | None = None
 
 
