@@ -16,7 +16,6 @@ from megabatch.losses import clip
 from megabatch.similarity import soft_targets
 from tests.losses.reference import assert_equal, clip_of_logits, leaves
 from tests.similarity.features import MAKERS
-from tests.similarity.test_precision import FACTOR, row_errors
 
 IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 2**62 - 1])
 SCALES = (0.01, 14.3, 100.0, 200.0)
@@ -71,15 +70,6 @@ def test_any_ids(ids: list[int], scale: float, mode: Any, maker: str) -> None:
         lambda x, y, s: clip_of_logits(s * x @ y.T, pairs, mode),
         *(*MAKERS[maker](b, b, 5), scale),
     )
-
-
-def test_distinct_ids_are_no_ids() -> None:
-    x, y = MAKERS["clustered"](20, 20, 6)
-    plain = mb.ClipLoss()(x, y, 10.0)
-    for ids in (torch.full((20,), -1), torch.arange(20)):
-        for mode in ("positive", "ignored"):
-            other = mb.ClipLoss(duplicates=mode)(x, y, 10.0, ids=ids)
-            torch.testing.assert_close(other, plain, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("loss", [mb.ClipLoss(), mb.SigLipLoss()])
@@ -181,54 +171,11 @@ def test_a_teacher_that_agrees_gives_no_gradient() -> None:
         assert gradient.abs().max() < 1e-13
 
 
-@pytest.mark.parametrize("frozen", [(), (0,), (1,), (2,), (0, 1), (1, 2)])
-def test_frozen_inputs_and_the_teacher_get_no_gradient(frozen: tuple[int, ...]) -> None:
+def test_a_teacher_gets_no_gradient() -> None:
     x, y, *teacher = leaves(*features("random", 12, 4, 5), 9.0)
-    full, some = leaves(x, y, 6.0), leaves(x, y, 6.0)
-    for k in frozen:
-        some[k].requires_grad_(False)
-    for inputs in (full, some):
-        sum(mb.DistillClipLoss()(*inputs, *teacher)).backward()
+    sum(mb.DistillClipLoss()(x, y, 6.0, *teacher)).backward()
+    assert x.grad is not None
     assert all(tensor.grad is None for tensor in teacher)
-    for k in range(3):
-        if k in frozen:
-            assert some[k].grad is None
-        else:
-            torch.testing.assert_close(some[k].grad, full[k].grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("agree", [False, True])
-@pytest.mark.parametrize("scale", [0.01, 14.3, 200.0])
-@makers
-def test_bfloat16_is_as_exact_as_the_dense_expression(
-    maker: str, scale: float, agree: bool
-) -> None:
-    """Row by row, against logits and softmax in float32 with dS rounded once."""
-    x, y, u, v = (t.bfloat16() for t in features(maker, 96, 32, 24))
-    if agree:
-        u, v = x.clone(), y.clone()
-    x.requires_grad_()
-    distill = mb.DistillClipLoss()(x, y, scale, u, v, scale)[1]
-    (ours,) = torch.autograd.grad(distill, x)
-
-    a, b, c, d = (t.detach().float() for t in (x, y, u, v))
-    s = (scale * a @ b.T).requires_grad_()
-    t = scale * c @ d.T
-    near = sum(-(q.softmax(1) * p.log_softmax(1)).sum(1).mean() for p, q in ((s, t), (s.T, t.T)))
-    (ds,) = torch.autograd.grad(near / 2, s)
-    dense_dx = scale * (ds.bfloat16().float() @ b)
-    wide = [t.detach().double() for t in (x, y, u, v)]
-    wide[0].requires_grad_()
-    truth = dense(*wide[:2], torch.tensor(scale), *wide[2:], scale)[1]
-    (dx,) = torch.autograd.grad(truth, wide[0])
-
-    size = max(1.0, scale * (wide[0] @ wide[1].T).abs().max().item())
-    rounding = 2**-22 * max(size, truth.item())
-    assert abs(distill.item() - truth.item()) <= 2 * abs(near.item() / 2 - truth.item()) + rounding
-    # dS = P - T: if teacher and student agree, only the rounding of float32 logits is left, which
-    # is the same for both matrices of the dense expression.
-    noise = 2**-21 * size * scale * wide[1].norm(dim=1).max().item() / len(x)
-    assert (row_errors(ours, dx) <= FACTOR * row_errors(dense_dx.bfloat16(), dx) + noise).all()
 
 
 def test_soft_targets_gives_both_sides() -> None:
@@ -255,8 +202,8 @@ def test_one_kernel_gives_the_expression_and_its_gradient(m: int) -> None:
     truth = clip.paired_losses(rows, columns)
     value = clip.paired_losses(*found)
     torch.testing.assert_close(value.cpu(), truth)
-    for given in (upstream, upstream[:1].expand(m)):
-        theirs = torch.autograd.grad(truth, (rows, columns), given, retain_graph=True)
-        ours = torch.autograd.grad(value, found, given.cuda(), retain_graph=True)
+    for gradient in (upstream, upstream[:1].expand(m)):
+        theirs = torch.autograd.grad(truth, (rows, columns), gradient, retain_graph=True)
+        ours = torch.autograd.grad(value, found, gradient.cuda(), retain_graph=True)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a.cpu(), b)

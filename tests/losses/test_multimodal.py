@@ -66,16 +66,21 @@ def test_missing_samples_do_not_count(masks: list[tuple[bool, ...]], data: Any) 
     )
 
 
-def test_values_of_missing_rows_are_ignored() -> None:
+@pytest.mark.parametrize("normalize", [False, True])
+def test_values_of_missing_rows_are_ignored(normalize: bool) -> None:
     image, text, audio = some_features()
     mask = torch.arange(B) % 3 > 0
     features = {"image": image, "text": text, "audio": audio}
-    clean = mb.MultiModalLoss(PAIRS)(features, 10.0, present={"audio": mask})
-    dirty = {**features, "audio": audio.masked_fill(~mask[:, None], torch.nan).requires_grad_()}
-    loss = mb.MultiModalLoss(PAIRS)(dirty, 10.0, present={"audio": mask})
-    assert loss == clean
-    loss.backward()
-    assert not dirty["audio"].grad[~mask].any()
+    loss = mb.MultiModalLoss(PAIRS, normalize=normalize)
+    clean = loss(features, 10.0, present={"audio": mask})
+    for nothing in (torch.nan, torch.inf, 0.0):
+        dirty = audio.masked_fill(~mask[:, None], nothing).requires_grad_()
+        value = loss({**features, "audio": dirty}, 10.0, present={"audio": mask})
+        value.backward()
+        assert value == clean
+        assert dirty.grad is not None
+        assert dirty.grad.isfinite().all()
+        assert not dirty.grad[~mask].any()
 
 
 def test_a_modality_that_is_absent() -> None:

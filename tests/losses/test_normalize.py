@@ -74,40 +74,6 @@ def test_under_autocast_lengths_are_float32s(name: str, dtype: torch.dtype) -> N
     assert_same_gradients(mine, theirs, torch.finfo(torch.bfloat16).eps)
 
 
-def test_matryoshka_normalises_prefixes() -> None:
-    x, y = (t.detach() for t in features(torch.float64))
-    inner = mb.MatryoshkaLoss(mb.ClipLoss(normalize=True), [2, D], normalize=False)(x, y, 4.0)
-    outer = mb.MatryoshkaLoss(mb.ClipLoss(), [2, D])(x, y, 4.0)
-    truth = sum(mb.ClipLoss()(normalised(x[:, :d]), normalised(y[:, :d]), 4.0) for d in (2, D))
-    torch.testing.assert_close(inner, truth)
-    torch.testing.assert_close(outer, truth)
-
-
-def test_values_of_missing_rows_are_ignored() -> None:
-    x, y = (t.detach() for t in features(torch.float64))
-    loss = mb.MultiModalLoss([("a", "b")], normalize=True)
-    for nothing in (torch.nan, torch.inf, 0.0):
-        dirty = y.masked_fill(~MASK[:, None], nothing).requires_grad_()
-        value = loss({"a": x, "b": dirty}, 4.0, present={"b": MASK})
-        value.backward()
-        assert value == loss({"a": x, "b": y}, 4.0, present={"b": MASK})
-        assert dirty.grad is not None
-        assert dirty.grad.isfinite().all()
-        assert not dirty.grad[~MASK].any()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_saved_tensors_grow_with_the_features(name: str) -> None:
-    """Tensors saved for the backward pass take O(b * d)."""
-    saved: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda t: saved.append(t.untyped_storage().nbytes()) or t, lambda t: t
-    ):
-        NORMALISED[name](*features(torch.float32), torch.tensor(4.0))
-    # Four matrices of features, or the logits that the CPU keeps where its workspace allows it.
-    assert max(saved) <= max(4 * B * D * 4, 4 * (3 * B) ** 2)
-
-
 # --- the warning ----------------------------------------------------------------------------------
 
 warning = pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -20,7 +19,6 @@ from megabatch.models import ModelOptions
 from megabatch.planning.loss import loss_seconds
 from megabatch.planning.simulation.hardware import gpu_named
 from megabatch.training import TrainConfig
-from tests.similarity.distributed.processes import World, on_processes
 
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
 CPU = torch.device("cpu")
@@ -273,15 +271,3 @@ def test_a_loss_that_cannot_be_trained_with(call: Any, message: str) -> None:
 def test_a_bias_that_the_model_lacks() -> None:
     with pytest.raises(UsageError, match=r"TypeError: .* logit_bias \(--init-logit-bias gives it"):
         checked(lambda x, y, logit_bias: x.sum() + logit_bias, ("logit_bias",))
-
-
-@on_processes(2)
-def test_ranks_share_a_batch(world: World) -> None:
-    objective = create_objective(TrainConfig(loss="megabatch:ClipLoss"))
-    check_custom(objective, "megabatch:ClipLoss", 8, CPU, has_bias=False)
-    x, y, scale, _ = outputs()
-    mine = [world.shard(part, [2, 4]) for part in (x, y, IDS)]
-    value = objective(*mine[:2], scale, ids=mine[2])
-    dist.all_reduce(value)
-    whole = mb.ClipLoss(group="local")(x, y, scale, ids=IDS)
-    torch.testing.assert_close(value / 2, whole, rtol=0, atol=1e-12)

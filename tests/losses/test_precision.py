@@ -73,6 +73,18 @@ def dense_soft_labels(s: Tensor) -> Tensor:
     return sigmoid_loss(s, torch.sigmoid(3 * (query @ positive.T).to(s.dtype)))
 
 
+def distilled(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    teacher = (features.to(x.dtype) for features in guides(x))
+    return mb.DistillClipLoss()(x, y, scale, *teacher, 3.0)[1]
+
+
+def dense_distilled(s: Tensor) -> Tensor:
+    query, positive = guides(s)
+    target = 3 * (query @ positive.T).to(s.dtype)
+    near = soft_cross_entropy(s, target.softmax(1)), soft_cross_entropy(s.T, target.T.softmax(1))
+    return sum(near).mean() / 2
+
+
 def clip(s: Tensor, period: int | None = None, smoothing: float = 0.0) -> Tensor:
     """Both directions; `period`: of shared captions."""
     ids = indices(s, period or len(s))
@@ -143,6 +155,7 @@ CASES = {
         lambda s: clip(s, smoothing=0.1),
         smoothing=0.1,
     ),
+    "distillation": Case(distilled, dense_distilled),
     "siglip": Case(
         lambda x, y, s: mb.SigLipLoss()(x, y, s, BIAS),
         lambda s: sigmoid_loss(s, is_own(s).to(s.dtype)),

@@ -48,6 +48,7 @@ class InfoNCELoss(TemperatureLoss):
         margin: leave out a negative as a false one if its similarity exceeds that of query and
             positive by more than this, before the temperature; negative numbers leave out more.
             One that exceeds the limit only by rounding, as a copy of the positive may, is kept.
+            None: all are kept.
         margin_strategy: "absolute", or "relative": the margin is a fraction of the absolute
             similarity of query and positive.
         same_tower: any of "query" (compare each query with all other queries too) and "positive"

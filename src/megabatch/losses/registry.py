@@ -23,8 +23,8 @@ class LossEntry:
     takes: tuple[str, ...] = ("logit_scale",)
     initial_scale: float | None = None  #: of the model's log scale; None: its own
     initial_bias: float | None = None  #: likewise
-    #: For each value of `--duplicates` that the loss supports, further arguments of the constructor.
-    #: With any value but "negatives" `forward` takes `ids`.
+    #: For each value of `--duplicates` that the loss supports, further arguments of the
+    #: constructor. With any value but "negatives" `forward` takes `ids`.
     duplicates: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"negatives": {}})
     #: Settings of the trainer that only this loss uses, and the constructor's names of them.
     settings: Mapping[str, str] = field(default_factory=dict)
