@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +39,8 @@ def assert_equal(
 
 def same(ids: Tensor) -> Tensor:
     """(b, b) mask of pairs i, j that are the same or share an id; negative ids equal no other."""
-    return ((ids[:, None] == ids) & (ids >= 0)) | torch.eye(len(ids), dtype=torch.bool)
+    own = torch.eye(len(ids), dtype=torch.bool, device=ids.device)
+    return ((ids[:, None] == ids) & (ids >= 0)) | own
 
 
 def soft_cross_entropy(s: Tensor, target: Tensor, dropped: Tensor | None = None) -> Tensor:
@@ -58,7 +59,7 @@ def clip_of_logits(
     weights: Tensor | None = None,
 ) -> Tensor:
     b = len(s)
-    eye = torch.eye(b, dtype=s.dtype)
+    eye = torch.eye(b, dtype=s.dtype, device=s.device)
     dropped, target = None, eye
     if ids is not None and duplicates == "ignored":
         dropped = same(ids) & (eye == 0)
@@ -67,60 +68,63 @@ def clip_of_logits(
         target = target / target.sum(1, keepdim=True)
     target = (1 - smoothing) * target + smoothing / b
     losses = soft_cross_entropy(s, target, dropped) + soft_cross_entropy(s.T, target, dropped)
-    weights = torch.ones(b, dtype=s.dtype) if weights is None else weights
-    return (weights * losses).sum() / weights.sum() / 2
+    return losses.mean() / 2 if weights is None else (weights * losses).sum() / weights.sum() / 2
 
 
 def siglip_of_logits(s: Tensor, ids: Tensor | None = None, weights: Tensor | None = None) -> Tensor:
     """The logits include the bias."""
-    positive = torch.eye(len(s), dtype=torch.bool) if ids is None else same(ids)
+    own = torch.arange(len(s), device=s.device)
+    positive = same(own if ids is None else ids)
     losses = F.binary_cross_entropy_with_logits(s, positive.to(s.dtype), reduction="none").sum(1)
     return losses.mean() if weights is None else (weights * losses).sum() / weights.sum()
 
 
-def anchors(
-    s: Tensor, labels: Tensor, columns: Tensor | None
-) -> Iterator[tuple[Tensor, list[int], list[int]]]:
-    """Each anchor that has positives: its logits, its positives and its negatives.
+def pairs_of(s: Tensor, labels: Tensor, columns: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Masks of the positive pairs and of the negative ones.
 
     `columns`: labels of the references; None: the columns are the rows themselves.
     """
+    others = torch.ones_like(s, dtype=torch.bool)
+    if columns is None:
+        others.fill_diagonal_(False)
     column_labels = labels if columns is None else columns
-    for i in range(len(s)):
-        others = [j for j in range(s.shape[1]) if columns is not None or j != i]
-        positives = [j for j in others if labels[i] >= 0 and labels[i] == column_labels[j]]
-        if positives:
-            yield s[i], positives, [j for j in others if j not in positives]
+    equal = (labels[:, None] == column_labels) & (labels[:, None] >= 0)
+    return others & equal, others & ~equal
+
+
+def mean_of_positives(values: Tensor, positive: Tensor) -> Tensor:
+    """Each row's mean of its positives' values; rows without any are left out."""
+    count = positive.sum(1)
+    return (torch.where(positive, values, 0).sum(1) / count.clamp(min=1))[count > 0]
 
 
 def supcon_of_logits(
     s: Tensor, labels: Tensor, columns: Tensor | None = None, form: str = "out"
 ) -> Tensor:
-    terms = []
-    for row, positives, negatives in anchors(s, labels, columns):
-        logp = row[positives] - row[positives + negatives].logsumexp(0)
-        terms.append(-logp.mean() if form == "out" else -logp.exp().mean().log())
-    return torch.stack(terms).mean() if terms else 0 * s.sum()
+    positive, negative = pairs_of(s, labels, columns)
+    left_out = ~(positive | negative)
+    logp = s.masked_fill(left_out, -torch.inf).log_softmax(1)
+    terms = -mean_of_positives(logp, positive)
+    if form == "in":  # -log of the mean probability
+        logp, positive = (t[positive.any(1)] for t in (logp, positive))
+        terms = positive.sum(1).to(s).log() - logp.masked_fill(~positive, -torch.inf).logsumexp(1)
+    return terms.mean() if len(terms) else 0 * s.sum()
 
 
 def sincere_of_logits(
     s: Tensor, labels: Tensor, columns: Tensor | None = None, average: str = "anchors"
 ) -> Tensor:
     """Each positive's cross-entropy among itself and the anchor's negatives."""
-    terms = [
-        torch.stack([row[[p, *negatives]].logsumexp(0) - row[p] for p in positives])
-        for row, positives, negatives in anchors(s, labels, columns)
-    ]
-    if not terms:
-        return 0 * s.sum()
-    if average == "pairs":
-        return torch.cat(terms).mean()
-    return torch.stack([term.mean() for term in terms]).mean()
+    positive, negative = pairs_of(s, labels, columns)
+    rest = s.masked_fill(~negative, -torch.inf).logsumexp(1, keepdim=True)
+    pairs = -F.logsigmoid(s - rest)
+    terms = pairs[positive] if average == "pairs" else mean_of_positives(pairs, positive)
+    return terms.mean() if len(terms) else 0 * s.sum()
 
 
 def ntxent_of_logits(s: Tensor, views: int) -> Tensor:
     """SimCLR's l(i, j), the mean over all ordered pairs of views of one instance."""
-    return supcon_of_logits(s, torch.arange(len(s) // views).repeat(views))
+    return supcon_of_logits(s, torch.arange(len(s) // views, device=s.device).repeat(views))
 
 
 def debiased(positive: Tensor, negatives: Tensor, scale: Tensor, tau_plus: float) -> Tensor:

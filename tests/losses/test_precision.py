@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import megabatch as mb
-from tests.losses.reference import soft_cross_entropy
+from tests.losses.reference import (
+    clip_of_logits,
+    ntxent_of_logits,
+    siglip_of_logits,
+    sincere_of_logits,
+    soft_cross_entropy,
+    supcon_of_logits,
+)
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, row_errors
 
@@ -64,13 +71,10 @@ def soft_labels(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     return mb.SigLipLoss()(x, y, scale, BIAS, dist_logit_scale=3.0, **dict(features))
 
 
-def sigmoid_loss(s: Tensor, labels: Tensor) -> Tensor:
-    return F.binary_cross_entropy_with_logits(s + BIAS, labels, reduction="none").sum(1).mean()
-
-
 def dense_soft_labels(s: Tensor) -> Tensor:
     query, positive = guides(s)
-    return sigmoid_loss(s, torch.sigmoid(3 * (query @ positive.T).to(s.dtype)))
+    labels = torch.sigmoid(3 * (query @ positive.T).to(s.dtype))
+    return F.binary_cross_entropy_with_logits(s + BIAS, labels, reduction="none").sum(1).mean()
 
 
 def distilled(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -83,14 +87,6 @@ def dense_distilled(s: Tensor) -> Tensor:
     target = 3 * (query @ positive.T).to(s.dtype)
     near = soft_cross_entropy(s, target.softmax(1)), soft_cross_entropy(s.T, target.T.softmax(1))
     return sum(near).mean() / 2
-
-
-def clip(s: Tensor, period: int | None = None, smoothing: float = 0.0) -> Tensor:
-    """Both directions; `period`: of shared captions."""
-    ids = indices(s, period or len(s))
-    target = (ids[:, None] == ids).to(s.dtype)
-    target = (1 - smoothing) * target / target.sum(1, keepdim=True) + smoothing / len(s)
-    return (soft_cross_entropy(s, target) + soft_cross_entropy(s.T, target)).mean() / 2
 
 
 def without_duplicates(s: Tensor) -> Tensor:
@@ -109,31 +105,6 @@ def joint(s: Tensor) -> Tensor:
     return (both.logsumexp(1) - s.diagonal()).mean()
 
 
-def ntxent(s: Tensor) -> Tensor:
-    positives = indices(s, len(s)).roll(len(s) // 2)
-    return F.cross_entropy(s.masked_fill(is_own(s), -torch.inf), positives)
-
-
-def supcon(s: Tensor, form: str = "out") -> Tensor:
-    labels = indices(s, 11)
-    positive = (labels[:, None] == labels) & ~is_own(s)
-    logits = s.masked_fill(is_own(s), -torch.inf)
-    if form == "in":
-        p = logits.log_softmax(1).masked_fill(~positive, -torch.inf)
-        return (positive.sum(1).log() - p.logsumexp(1)).mean()
-    target = positive / positive.sum(1, keepdim=True)
-    return soft_cross_entropy(logits, target.to(s.dtype)).mean()
-
-
-def sincere(s: Tensor) -> Tensor:
-    labels = indices(s, 11)
-    same = labels[:, None] == labels
-    negative = s.masked_fill(same, -torch.inf).logsumexp(1)
-    pairs = F.softplus(negative[:, None] - s)
-    positive = same & ~is_own(s)
-    return ((pairs * positive).sum(1) / positive.sum(1)).mean()
-
-
 def labelled(loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     both = torch.cat([x, y])
     return loss(both, indices(both, 11))
@@ -148,17 +119,18 @@ class Case(NamedTuple):
 
 CASES = {
     "clip, shared captions": Case(
-        lambda x, y, s: mb.ClipLoss()(x, y, s, ids=indices(x, 37)), lambda s: clip(s, 37)
+        lambda x, y, s: mb.ClipLoss()(x, y, s, ids=indices(x, 37)),
+        lambda s: clip_of_logits(s, indices(s, 37)),
     ),
     "clip, label smoothing": Case(
         lambda x, y, s: mb.ClipLoss(label_smoothing=0.1)(x, y, s),
-        lambda s: clip(s, smoothing=0.1),
+        lambda s: clip_of_logits(s, smoothing=0.1),
         smoothing=0.1,
     ),
     "distillation": Case(distilled, dense_distilled),
     "siglip": Case(
         lambda x, y, s: mb.SigLipLoss()(x, y, s, BIAS),
-        lambda s: sigmoid_loss(s, is_own(s).to(s.dtype)),
+        lambda s: siglip_of_logits(s + BIAS),
     ),
     "siglip, teacher": Case(soft_labels, dense_soft_labels),
     "infonce": Case(
@@ -182,14 +154,24 @@ CASES = {
         "y and negatives",
     ),
     "infonce, guide": Case(guided, dense_guided),
-    "ntxent": Case(lambda x, y, s: mb.NTXentLoss(1 / s)(x, y), ntxent, "both"),
-    "supcon, out": Case(lambda x, y, s: labelled(mb.SupConLoss(1 / s), x, y), supcon, "both"),
-    "supcon, in": Case(
-        lambda x, y, s: labelled(mb.SupConLoss(1 / s, form="in"), x, y),
-        lambda s: supcon(s, "in"),
+    "ntxent": Case(
+        lambda x, y, s: mb.NTXentLoss(1 / s)(x, y), lambda s: ntxent_of_logits(s, 2), "both"
+    ),
+    "supcon, out": Case(
+        lambda x, y, s: labelled(mb.SupConLoss(1 / s), x, y),
+        lambda s: supcon_of_logits(s, indices(s, 11)),
         "both",
     ),
-    "sincere": Case(lambda x, y, s: labelled(mb.SincereLoss(1 / s), x, y), sincere, "both"),
+    "supcon, in": Case(
+        lambda x, y, s: labelled(mb.SupConLoss(1 / s, form="in"), x, y),
+        lambda s: supcon_of_logits(s, indices(s, 11), form="in"),
+        "both",
+    ),
+    "sincere": Case(
+        lambda x, y, s: labelled(mb.SincereLoss(1 / s), x, y),
+        lambda s: sincere_of_logits(s, indices(s, 11)),
+        "both",
+    ),
 }
 
 
