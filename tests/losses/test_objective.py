@@ -217,14 +217,6 @@ def test_negatives_reach_a_loss_that_takes_them() -> None:
         objective_of("Triplet")
 
 
-def test_a_loss_of_the_library_and_prefixes_of_the_features() -> None:
-    x, y, scale, _ = outputs()
-    config = TrainConfig(loss="megabatch:ClipLoss", matryoshka_dims=(4, 8))
-    value = create_objective(config, group="local")(x, y, scale, ids=IDS)
-    expected = mb.MatryoshkaLoss(mb.ClipLoss(), (4, 8))(x, y, scale, ids=IDS)
-    torch.testing.assert_close(value, expected)
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [

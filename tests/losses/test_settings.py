@@ -148,7 +148,6 @@ class Subclass(mb.ClipLoss):
             "ClipLoss(label_smoothing=0.1, duplicates='positive', normalize=False, group=None)",
         ),
         (Subclass(2.0), "Subclass(gamma=2.0)"),
-        (mb.SigLipLoss(group="local"), "SigLipLoss(normalize=False, group='local')"),
         (
             mb.InfoNCELoss(0.05, margin=0.1, same_tower=("query",)),
             "InfoNCELoss(temperature=0.05, margin=0.1, margin_strategy='absolute', "
@@ -161,25 +160,8 @@ class Subclass(mb.ClipLoss):
             "NTXentLoss(temperature=0.07 (learnt), tau_plus=0.0, normalize=None, group=None)",
         ),
         (
-            mb.DCLLoss(torch.tensor(0.07), normalize=True),
-            "DCLLoss(temperature=0.07, sigma=None, normalize=True, group=None)",
-        ),
-        (
             mb.DCLLoss(torch.tensor(0.07, device="meta")),
             "DCLLoss(temperature=meta, sigma=None, normalize=None, group=None)",
-        ),
-        (
-            mb.SupConLoss(0.1, form="in"),
-            "SupConLoss(temperature=0.1, form='in', normalize=None, group=None)",
-        ),
-        (
-            mb.SincereLoss(0.1, average="pairs"),
-            "SincereLoss(temperature=0.1, average='pairs', normalize=None, group=None)",
-        ),
-        (
-            mb.MatryoshkaLoss(mb.SigLipLoss(), [2, 4]),
-            "MatryoshkaLoss(\n  dims=(2, 4), weights=(1.0, 1.0), normalize=True\n"
-            "  (loss): SigLipLoss(normalize=False, group=None)\n)",
         ),
         (
             mb.MatryoshkaLoss(max, [2]),
