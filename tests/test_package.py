@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 # Not jinja2 and what else torch itself requires. numpy is only optional to torch.
 EXTRAS = (
     "PIL fontTools matplotlib numpy open_clip psutil pyarrow rich safetensors scipy sklearn "
-    "tensorboard timm torchvision webdataset"
+    "tensorboard timm torchvision triton webdataset"
 )
 
 TORCH_ALONE = f"""

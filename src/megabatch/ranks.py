@@ -1,7 +1,9 @@
 """Communication between the ranks of a group, apart from the similarity engine's own transfers.
 
 Numbers and small values go from host to host over the group's control channel, the one that the
-engine's handshakes use, and wait for no device. Only `all_gather_rows` moves tensors.
+engine's handshakes use, and wait for no device. Only `all_gather_rows` moves tensors. A `group` is
+None for the default group if there is one, a process group, or "local". A rank that is gone or does
+not come in time is a `CommunicationError`.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from megabatch.similarity.distributed.comm import group_name, rank_and_size
 
 T = TypeVar("T")
 
-_NUMBERS = 8  # that one handshake carries
-# Bytes per exchange. The buffer of a local socket holds several of them (208 KiB on Linux), so no
-# rank waits in `send` for one that is itself sending.
+#: Numbers that one handshake carries.
+_NUMBERS = 8
+#: Bytes per exchange. The buffer of a local socket holds several (208 KiB on Linux), so no rank
+#: waits in `send` for one that is itself sending.
 _CHUNK = 1 << 15
 
 
@@ -71,8 +74,7 @@ def local_range(n: int, group: object, *, block: int = 1) -> range:
     The parts of all ranks cover `range(n)` once. Where every product is computed on whole blocks,
     its shape does not depend on the number of ranks, and neither do results, to the last digit.
     """
-    rank, size = rank_and_size(group)
-    blocks = -(-n // block)
+    (rank, size), blocks = rank_and_size(group), -(-n // block)
     start, stop = (min(n, block * (blocks * r // size)) for r in (rank, rank + 1))
     return range(start, stop)
 
@@ -82,7 +84,6 @@ def all_gather_rows(rows: Tensor, group: object) -> Tensor:
 
     Args:
         rows: (m, ...); m may differ between ranks, other sizes, dtype and device type may not.
-        group: None for the default group if there is one, a process group, or "local".
     """
     counts = all_gather_values(len(rows), group)
     if len(counts) == 1:
@@ -96,11 +97,7 @@ def all_gather_rows(rows: Tensor, group: object) -> Tensor:
 
 
 def all_gather_values(value: Any, group: object) -> list[Any]:
-    """Every rank's value, by rank. Values are anything that JSON can represent.
-
-    Raises:
-        CommunicationError: a rank is gone or does not come in time.
-    """
+    """Every rank's value, by rank; anything that JSON can represent."""
     name = group_name(group)
     if not name:
         return [value]
@@ -125,7 +122,6 @@ def all_gather_numbers(call: str, numbers: Sequence[int], group: object) -> list
 
     Raises:
         ValueError: a rank makes another call; the message names the ranks.
-        CommunicationError: a rank is gone or does not come in time.
     """
     name = group_name(group)
     if not name:

@@ -15,7 +15,6 @@ import sys
 import traceback
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megabatch.errors import UsageError, all_of, did_you_mean, one_line
@@ -38,12 +37,11 @@ def absent(sources: str) -> list[str]:
     """The data sources that are plain paths, no patterns or URLs, and do not exist."""
     if Path(sources).exists():
         return []
-    return [
-        source
-        for source in filter(None, sources.split("::"))
-        if not (source == "glyphs" or is_url(source) or source.startswith(COMMAND))
-        and not (re.search(r"[*?\[{]", source) or Path(source).exists())
-    ]
+    parts = (part for part in sources.split("::") if part not in ("", "glyphs"))
+    paths = (
+        p for p in parts if not (is_url(p) or p.startswith(COMMAND) or re.search(r"[*?\[{]", p))
+    )
+    return [path for path in paths if not Path(path).exists()]
 
 
 def named(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -57,13 +55,12 @@ def named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 def refuse_references(settings: Mapping[str, Any], file: Path | str) -> None:
     """Raise a UsageError if settings that were read from a file name code to run."""
-    reasons = []
-    for name, value in named(settings).items():
-        code = "a command" if name in SOURCES else f"code, the module {value.partition(':')[0]}"
-        reasons.append(
-            f"{file}: {name} = {value!r} would run {code}, for which only the command line may "
-            "ask; --trust allows it if you trust this file"
-        )
+    reasons = [
+        f"{file}: {name} = {value!r} would run "
+        + ("a command" if name in SOURCES else f"code, the module {value.partition(':')[0]}")
+        + ", for which only the command line may ask; --trust allows it if you trust this file"
+        for name, value in named(settings).items()
+    ]
     if reasons:
         raise UsageError(all_of(reasons))
 
@@ -83,7 +80,20 @@ def load(reference: str, setting: str) -> Any:
     """
     label = f"{option(setting)} {reference}"
     module_name, _, name = reference.partition(":")
-    module = _import(module_name, label)
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+        if lacking and f"{module_name}.".startswith(f"{lacking}."):
+            raise UsageError(
+                f"{label}: there is no module {lacking}, neither installed nor in the working "
+                f"directory {folder}"
+            ) from error
+        raise failure(f"{label}: importing {module_name}", error) from error
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
         place = getattr(module, "__file__", None) or "a namespace package"
@@ -144,20 +154,3 @@ def failure(label: str, error: Exception) -> UsageError:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
     return UsageError(f"{label}: {type(error).__name__}: {one_line(error, 400)}{place}")
-
-
-def _import(name: str, label: str) -> ModuleType:
-    folder = os.getcwd()
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-        if lacking and f"{name}.".startswith(f"{lacking}."):
-            raise UsageError(
-                f"{label}: there is no module {lacking}, neither installed nor in the working "
-                f"directory {folder}"
-            ) from error
-        raise failure(f"{label}: importing {name}", error) from error

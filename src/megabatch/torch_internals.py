@@ -27,31 +27,30 @@ class InternalsError(RuntimeError):
 
 
 @cache  # needed at each call
-def private(path: str, purpose: str) -> Any:
+def private(path: str) -> Any:
     """The object at `module:name`.
 
     Raises:
-        InternalsError: this torch lacks it; the message has the purpose.
+        InternalsError: this torch lacks it.
     """
     try:
         return pkgutil.resolve_name(path)
     except (ModuleNotFoundError, AttributeError):
         raise InternalsError(
-            f"torch {torch.__version__} has no {path.replace(':', '.')}, which megabatch needs "
-            f"{purpose}; use a version that it was tested with"
+            f"torch {torch.__version__} has no {path.replace(':', '.')}, which megabatch needs; "
+            "use a version that it was tested with"
         ) from None
 
 
-def _function(path: str, purpose: str) -> Any:
+def _function(path: str) -> Any:
     """A function that calls `path`, which is looked up then, as some modules load slowly."""
-    return lambda *args, **options: private(path, purpose)(*args, **options)
+    return lambda *args, **options: private(path)(*args, **options)
 
 
 # --- torch.func and torch.compile -----------------------------------------------------------------
 
-transforms_active: Callable[[], bool] = private(  # no wrapper, as each operator calls it
-    "torch._C:_are_functorch_transforms_active", "to know whether torch.func is at work"
-)
+#: Whether torch.func is at work. No wrapper, as each operator calls it.
+transforms_active: Callable[[], bool] = private("torch._C:_are_functorch_transforms_active")
 
 
 def constant_in_graphs(function: F) -> F:
@@ -68,25 +67,24 @@ def configure_compiler(compilations: int) -> None:
 
     DDP's buckets would split it, for nothing: compiled blocks give their gradients one by one.
     """
-    config = private("torch._dynamo.config", "to compile a model's blocks")
+    config = private("torch._dynamo.config")
     config.recompile_limit = max(config.recompile_limit, compilations)
     config.optimize_ddp = False
 
 
 def is_compile_error(error: BaseException) -> bool:
     """Whether torch.compile or its backend failed."""
-    purpose = "to train a model uncompiled that cannot be compiled"
-    return isinstance(error, private("torch._dynamo.exc:TorchDynamoException", purpose))
+    return isinstance(error, private("torch._dynamo.exc:TorchDynamoException"))
 
 
 # --- process groups -------------------------------------------------------------------------------
 
 _C10D = "torch.distributed.distributed_c10d"
-resolve_group: Callable[[str], dist.ProcessGroup] = _function(
-    f"{_C10D}:_resolve_process_group", "to find the process group of a name"
-)
+#: The process group of a name.
+resolve_group: Callable[[str], dist.ProcessGroup] = _function(f"{_C10D}:_resolve_process_group")
+#: The store by which a group's ranks found each other.
 group_store: Callable[[dist.ProcessGroup], dist.Store] = _function(
-    f"{_C10D}:_get_process_group_store", "for the store by which a group's ranks found each other"
+    f"{_C10D}:_get_process_group_store"
 )
 
 
@@ -154,9 +152,9 @@ def fsdp_groups(module: Any) -> list[Any]:
     return list(filter(None, [state._fsdp_param_group])) if groups is None else list(groups)
 
 
+#: The DistributedDataParallel whose forward is running.
 ddp_around: Callable[[], nn.Module | None] = _function(
-    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module",
-    "to find the DistributedDataParallel whose forward is running",
+    "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module"
 )
 #: DDP's `delay_all_reduce_named_params`, whose gradients it reduces in a hook of its own.
 delays_all_reduce: Callable[[nn.Module], list[Any]] = attrgetter("_delay_all_reduce_params")
@@ -173,44 +171,29 @@ accumulation_hooks: Callable[[Tensor], dict[int, Any] | None] = attrgetter(
 )
 #: The same for all objects that stand for one tensor's memory while it lives.
 storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+#: Whether the running backward pass keeps its graph (retain_graph=True).
 graph_is_retained: Callable[[], bool] = _function(
-    "torch._C:_autograd._get_current_graph_task_keep_graph",
-    "to know whether the running backward pass keeps its graph (retain_graph=True)",
+    "torch._C:_autograd._get_current_graph_task_keep_graph"
 )
-#: RuntimeError: the node is of a leaf that `torch.autograd.grad` asks for.
-will_execute: Callable[[Any], bool] = _function(
-    "torch._C:_will_engine_execute_node", "to know whether a backward pass goes through a node"
-)
+#: Whether the running backward pass goes through a node; RuntimeError: the node is of a leaf that
+#: `torch.autograd.grad` asks for.
+will_execute: Callable[[Any], bool] = _function("torch._C:_will_engine_execute_node")
 
 # --- planning -------------------------------------------------------------------------------------
 
-TorchDispatchMode = private(
-    "torch.utils._python_dispatch:TorchDispatchMode", "to see each operation, for its memory"
-)
-fake_tensor_mode = _function(
-    "torch._subclasses.fake_tensor:FakeTensorMode", "to make tensors without values, for planning"
-)
-flattened: Callable[[Any], tuple[list[Any], Any]] = _function(
-    "torch.utils._pytree:tree_flatten", "for the leaves of nested containers and their structure"
-)
-unflattened: Callable[[list[Any], Any], Any] = _function(
-    "torch.utils._pytree:tree_unflatten", "for containers of a structure with other leaves"
-)
-decompositions = _function(
-    "torch._inductor.decomposition:select_decomp_table", "to plan the operations of compiled code"
-)
-partition = _function(
-    "torch._functorch.partitioners:min_cut_rematerialization_partition",
-    "to divide a trace into forward and backward pass as torch.compile does",
-)
-flash_attention = _function(
-    "torch:ops.aten._scaled_dot_product_flash_attention",
-    "to plan attention as GPUs compute it without a mask",
-)
-masked_attention = _function(
-    "torch:ops.aten._scaled_dot_product_cudnn_attention",
-    "to plan attention as H100s and H200s compute it with a mask",
-)
+TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
+fake_tensor_mode = _function("torch._subclasses.fake_tensor:FakeTensorMode")
+#: The leaves of nested containers, and their structure.
+flattened: Callable[[Any], tuple[list[Any], Any]] = _function("torch.utils._pytree:tree_flatten")
+#: Containers of a structure with other leaves.
+unflattened: Callable[[list[Any], Any], Any] = _function("torch.utils._pytree:tree_unflatten")
+#: The operations of compiled code.
+decompositions = _function("torch._inductor.decomposition:select_decomp_table")
+#: A trace divided into forward and backward pass as torch.compile does.
+partition = _function("torch._functorch.partitioners:min_cut_rematerialization_partition")
+#: Attention as GPUs compute it without a mask, and as H100s and H200s with one.
+flash_attention = _function("torch:ops.aten._scaled_dot_product_flash_attention")
+masked_attention = _function("torch:ops.aten._scaled_dot_product_cudnn_attention")
 
 
 def tensors_in(results: Any) -> list[Tensor]:
