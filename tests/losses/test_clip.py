@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.losses import clip
 from megabatch.similarity import soft_targets
 from tests.losses.reference import assert_equal, clip_of_logits, leaves
 from tests.similarity.features import MAKERS
@@ -187,23 +186,3 @@ def test_soft_targets_gives_both_sides() -> None:
     t = (3 * u @ v.T).T.softmax(1)
     wanted = -(t * (2 * x @ y.T).T.log_softmax(1)).sum(1)
     torch.testing.assert_close(columns.cross_entropy, wanted)
-
-
-# --- plain pairs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 3000])
-def test_one_kernel_gives_the_expression_and_its_gradient(m: int) -> None:
-    rows, columns = ((5 * torch.randn(4, m)).requires_grad_() for _ in range(2))
-    found = [t.detach().cuda().requires_grad_() for t in (rows, columns)]
-    torch.library.opcheck(clip._paired_losses.custom, found)
-    upstream = torch.rand(m)
-    truth = clip.paired_losses(rows, columns)
-    value = clip.paired_losses(*found)
-    torch.testing.assert_close(value.cpu(), truth)
-    for gradient in (upstream, upstream[:1].expand(m)):
-        theirs = torch.autograd.grad(truth, (rows, columns), gradient, retain_graph=True)
-        ours = torch.autograd.grad(value, found, gradient.cuda(), retain_graph=True)
-        for a, b in zip(ours, theirs, strict=True):
-            torch.testing.assert_close(a.cpu(), b)

@@ -26,7 +26,6 @@ from megabatch.similarity import (
     split_stacks,
 )
 from megabatch.similarity.arguments import check_scalar
-from megabatch.similarity.ops import operator
 
 
 class ClipLoss(ContrastiveLoss):
@@ -197,39 +196,9 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     by_kernel = rows.dtype == torch.float32 and backends.kernels_available(rows)
     # torch.compile makes one kernel of the expression by itself.
     if by_kernel and rows.shape[1] and not torch.compiler.is_compiling():
-        return _paired_losses(rows, columns)
+        from megabatch.similarity.triton import paired  # Triton, where it is needed
+
+        losses: Tensor = paired.paired_losses(rows, columns)
+        return losses
     of_rows, of_columns = (minus_log_probability(side[2], side[0]) for side in (rows, columns))
     return (of_rows + of_columns) / 2
-
-
-@operator("paired_losses")
-def _paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
-    """One launch, and one for the gradient, on a GPU; torch operations would take 5 and 10."""
-    from megabatch.similarity.triton import paired  # Triton, where it is needed
-
-    out = rows.new_empty(rows.shape[1])
-    with torch.cuda.device_of(rows):
-        paired.paired_losses(rows, columns, out)
-    return out
-
-
-@operator("paired_losses_backward")
-def _paired_losses_backward(
-    rows: Tensor, columns: Tensor, gradient: Tensor
-) -> tuple[Tensor, Tensor]:
-    from megabatch.similarity.triton import paired
-
-    drows, dcolumns = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
-    with torch.cuda.device_of(rows):
-        paired.paired_gradients(rows, columns, gradient, drows, dcolumns)
-    return drows, dcolumns
-
-
-_paired_losses.register_fake(lambda rows, columns: rows.new_empty(rows.shape[1]))
-_paired_losses_backward.register_fake(
-    lambda rows, columns, gradient: (rows.new_empty(rows.shape), columns.new_empty(columns.shape))
-)
-_paired_losses.register_autograd(
-    lambda ctx, gradient: _paired_losses_backward(*ctx.saved_tensors, gradient),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
-)

@@ -55,15 +55,16 @@ class LabelsLoss(TemperatureLoss):
             temperature: for this call, instead of the constructor's.
         """
         check_features("embeddings", embeddings)
-        ids: Ids = check_integers("labels", labels, embeddings.shape[0], embeddings)
+        labels = check_integers("labels", labels, embeddings.shape[0], embeddings)
         if (references is None) != (reference_labels is None):
             absent = "references" if references is None else "reference_labels"
             raise ValueError(f"{absent}: expected with the other of the two, got None")
+        ids: Ids = labels
         y = None
         if references is not None:
             check_two(embeddings, references, ("embeddings", "references"))
             size = references.shape[0]
-            ids = ids, check_integers("reference_labels", reference_labels, size, references)
+            ids = labels, check_integers("reference_labels", reference_labels, size, references)
             y = self._operand(references)
         self._check_lengths(embeddings)
         x = self._operand(embeddings)

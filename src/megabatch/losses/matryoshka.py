@@ -65,7 +65,8 @@ class MatryoshkaLoss(ContrastiveLoss):
         Raises:
             ValueError: features are narrower than the largest of `dims`, or there are none.
         """
-        given: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs)
         to_cut = [key for key in given if key not in self._whole]
         if not any(_has_features(given[key]) for key in to_cut):
             raise ValueError("features: expected at least one tensor of shape (n, d), got none")

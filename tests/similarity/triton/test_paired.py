@@ -34,15 +34,15 @@ def test_losses_and_gradients(m: int, stride: int) -> None:
     upstream = torch.rand(2 * m, device=DEVICE)[:: max(stride, 1)][:m]
     if stride == 0:
         upstream = upstream[:1].expand(m)
-    out = torch.full((m,), torch.nan, device=DEVICE)
-    paired.paired_losses(*sides, out)
-    exact = [side.double() for side in sides]
+    for side in sides:
+        side.requires_grad_()
+    out = paired.paired_losses(*sides)
+    exact = [side.detach().double() for side in sides]
     z = [side[0] - side[2] for side in exact]
     truth = sum(part.clamp(min=0) + torch.log1p((-part.abs()).exp()) for part in z) / 2
     # The error is relative to the loss, whatever its size.
-    torch.testing.assert_close(out.double(), truth, rtol=4e-6, atol=0)
-    found = [torch.full((4, m), torch.nan, device=DEVICE) for _ in sides]
-    paired.paired_gradients(*sides, upstream, *found)
+    torch.testing.assert_close(out.detach().double(), truth, rtol=4e-6, atol=0)
+    found = torch.autograd.grad(out, sides, upstream)
     for gradient, part in zip(found, z, strict=True):
         expected = upstream.double() * part.sigmoid() / 2
         torch.testing.assert_close(gradient[0].double(), expected, rtol=4e-6, atol=0)
@@ -54,12 +54,18 @@ def test_non_finite_margins() -> None:
     infinity = torch.inf
     side = stacks(torch.tensor([-infinity, infinity, torch.nan], device=DEVICE), 0)
     other = stacks(torch.full((3,), -infinity, device=DEVICE), 0)
-    out = torch.zeros(3, device=DEVICE)
-    paired.paired_losses(side, other, out)
+    out = paired.paired_losses(side, other)
     assert out[:2].tolist() == [0, infinity]
     assert out[2].isnan()
-    drows, dcols = (torch.empty(4, 3, device=DEVICE) for _ in range(2))
-    paired.paired_gradients(side, other, torch.ones(3, device=DEVICE), drows, dcols)
+    drows, dcols = paired.paired_gradients(side, other, torch.ones(3, device=DEVICE))
     assert drows[0, :2].tolist() == [0, 0.5]
     assert drows[0, 2].isnan()
     assert (dcols[0] == 0).all()
+
+
+def test_registered_with_torch() -> None:
+    sides = [(5 * torch.randn(4, 3, device=DEVICE)).requires_grad_() for _ in range(2)]
+    torch.library.opcheck(paired.paired_losses.custom, sides)
+    upstream = torch.rand(3, device=DEVICE)
+    given = (*(side.detach() for side in sides), upstream)
+    torch.library.opcheck(paired.paired_gradients.custom, given)

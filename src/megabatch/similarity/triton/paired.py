@@ -5,10 +5,12 @@ Both take one stack per side, (4, m), with rows: negative, positive, positive_su
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.similarity.ops import operator
 from megabatch.similarity.triton.blocking import cdiv
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import store_rows
@@ -17,25 +19,44 @@ from megabatch.similarity.triton.tiles import store_rows
 BLOCK = 256
 
 
-def paired_losses(rows: Tensor, columns: Tensor, out: Tensor) -> None:
-    """out (m,) = the mean of both sides' losses, from their stacks (4, m)."""
-    losses.launch(
-        cdiv(len(out), BLOCK), rows=rows, row_stride=rows.stride(0),
-        cols=columns, col_stride=columns.stride(0), out=out, size=len(out), B=BLOCK,
-    )  # fmt: skip
+@operator("paired_losses")
+def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
+    """(m,), the mean of both sides' losses, from their stacks (4, m).
+
+    One launch, and one for the gradient; torch operations would take 5 and 10.
+    """
+    out = rows.new_empty(rows.shape[1])
+    with torch.cuda.device_of(rows):
+        losses.launch(
+            cdiv(len(out), BLOCK), rows=rows, row_stride=rows.stride(0),
+            cols=columns, col_stride=columns.stride(0), out=out, size=len(out), B=BLOCK,
+        )  # fmt: skip
+    return out
 
 
-def paired_gradients(
-    rows: Tensor, columns: Tensor, gradient: Tensor, drows: Tensor, dcolumns: Tensor
-) -> None:
-    """Write the stacks' gradients (4, m), contiguous, from that of the losses (m,), any stride."""
+@operator("paired_losses_backward")
+def paired_gradients(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """The stacks' gradients (4, m), contiguous, from that of the losses (m,), any stride."""
+    drows, dcols = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
     size = rows.shape[1]
-    gradients.launch(
-        cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0),
-        cols=columns, col_stride=columns.stride(0),
-        gradient=gradient, gradient_stride=gradient.stride(0),
-        drows=drows, dcols=dcolumns, size=size, B=BLOCK,
-    )  # fmt: skip
+    with torch.cuda.device_of(rows):
+        gradients.launch(
+            cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0),
+            cols=columns, col_stride=columns.stride(0),
+            gradient=gradient, gradient_stride=gradient.stride(0),
+            drows=drows, dcols=dcols, size=size, B=BLOCK,
+        )  # fmt: skip
+    return drows, dcols
+
+
+paired_losses.register_fake(lambda rows, columns: rows.new_empty(rows.shape[1]))
+paired_gradients.register_fake(
+    lambda rows, columns, gradient: (rows.new_empty(rows.shape), columns.new_empty(columns.shape))
+)
+paired_losses.register_autograd(
+    lambda ctx, gradient: paired_gradients(*ctx.saved_tensors, gradient),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
 @kernel
