@@ -176,6 +176,6 @@ def check_custom(
         gradients = torch.autograd.grad(value, (x, y), allow_unused=True)
     if gradients == (None, None):
         raise UsageError(
-            f"{label}: expected a gradient of the features, got none: its value does not depend on "
-            f"them (requires_grad is {value.requires_grad})"
+            f"{label}: expected to return a tensor with a gradient of the features, got none: its "
+            f"value does not depend on them (requires_grad is {value.requires_grad})"
         )
