@@ -12,7 +12,7 @@ Those of batch_study.py and same_accuracy.py are described in machinery/study_fi
 
 All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
-the records' folder). For other losses: the share of each at its largest size (losses.png). For
+the records' folder), and for the README time and memory of a few (single-gpu-summary.png). For other losses: the share of each at its largest size (losses.png). For
 several GPUs: fraction of ideal and memory per GPU over their number (scaling.png). Simulated: the
 fraction of ideal of each schedule on 8 to 4,096 GPUs, of the loss and of a training step
 (simulation.png). The paper's tables: a GPU's memory over the batch size (paper-tables.png).
@@ -54,7 +54,7 @@ STYLES = {
     "memeff": ("#9467bd", "v"),
     "cut-cross-entropy": ("#8c564b", "<"),
     "inf-cl": ("#e8a000", ">"),
-    "siglip-kernel": ("#e8a000", "P"),
+    "siglip-kernel": ("#008080", "P"),
     "general": ("#ff9896", "o"),
 }
 LINES = {"-compiled": "--", "-graph": ":", "-captured": "-."}
@@ -72,7 +72,7 @@ def chosen(records: list[dict[str, Any]], d: int) -> list[dict[str, Any]]:
     wanted["backward"] = True
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     for record in records:
-        fits = all(record[key] == value for key, value in wanted.items())
+        fits = all(record[key] == value for key, value in wanted.items()) and record["b"] % 64 == 0
         if fits and record["loss"] in TITLES and record["ms"] is not None:
             found.setdefault((record["loss"], record["contender"], record["b"]), record)
     return list(found.values())
@@ -92,6 +92,35 @@ def figure(records: list[dict[str, Any]], field: str, unit: float, label: str) -
     panels[0].set_ylabel(label)
     # The legend is next to the panels, as inside it would cover points.
     made.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=9)
+    return made
+
+
+#: Contenders of the summary: OpenCLIP's loss, the fastest peers, and the one of least memory.
+SUMMARY = {
+    "megabatch": "megabatch",
+    "dense-compiled": "one matrix, torch.compile",
+    "openclip": "OpenCLIP's loss",
+    "liger": "Liger",
+    "cut-cross-entropy": "cut-cross-entropy",
+}
+
+
+def summary(records: list[dict[str, Any]]) -> plt.Figure:
+    """Time and memory of CLIP's loss over the batch size."""
+    made, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for axes, field in zip(panels, ("time", "memory"), strict=True):
+        key, unit, _ = FIGURES[field]
+        sizes: set[int] = set()
+        for name, label in SUMMARY.items():
+            mine = [r for r in records if (r["loss"], r["contender"]) == ("clip", name)]
+            points = sorted((r["b"], r[key] / unit) for r in mine)
+            draw(axes, name, points).set_label(label)
+            sizes.update(b for b, _ in points)
+        finish(axes, "clip", field, sorted(sizes))
+        axes.set_xlabel("pairs")
+    panels[0].set_title("forward and backward, ms")
+    panels[1].set_title("memory besides inputs and gradients, GiB")
+    panels[0].legend(fontsize=9)
     return made
 
 
@@ -171,12 +200,13 @@ def scaling(records: list[dict[str, Any]]) -> plt.Figure:
             "color": plt.get_cmap("viridis")(sizes.index(b) / max(1, len(sizes) - 1)),
             "marker": "o" if loss == "clip" else "s",
             "linestyle": "-" if loss == "clip" else "--",
-            "label": f"{short(b)}" + ("" if loss == "clip" else ", sigmoid"),
+            "label": f"{short(b)} pairs" + ("" if loss == "clip" else ", SigLIP's loss (dashed)"),
         }
         line.sort(key=lambda record: record["n_devices"])
         known = [(r["n_devices"], r["of_ideal"] or 1.0) for r in line if fraction_known(r)]
-        if len(known) > 1:
-            ideal.plot(*zip(*known, strict=True), **style)
+        if len(known) < 2:
+            continue
+        ideal.plot(*zip(*known, strict=True), **style)
         points = [(r["n_devices"], r["extra_bytes"] / 2**30) for r in line]
         memory.plot(*zip(*points, strict=True), **style)
     counts = sorted({r["n_devices"] for line in lines.values() for r in line})
@@ -324,6 +354,8 @@ def main() -> None:
             parser.error(f"{options.records}: no measured records of width {options.width}")
         for name, (field, unit, label) in FIGURES.items():
             figures[f"-{name}"] = figure(records, field, unit, label)
+        if {"megabatch", "openclip"} <= {r["contender"] for r in records if r["loss"] == "clip"}:
+            figures["-summary"] = summary(records)
     for name, made in figures.items():
         on = "simulated, H200s" if "simulated" in content else place(content["machine"])
         measured = any("measured" in record for record in everything)
