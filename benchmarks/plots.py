@@ -12,10 +12,11 @@ Those of batch_study.py and same_accuracy.py are described in machinery/study_fi
 
 All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
-the records' folder), and for the README time and memory of a few (single-gpu-summary.png). For other losses: the share of each at its largest size (losses.png). For
-several GPUs: fraction of ideal and memory per GPU over their number (scaling.png). Simulated: the
-fraction of ideal of each schedule on 8 to 4,096 GPUs, of the loss and of a training step
-(simulation.png). The paper's tables: a GPU's memory over the batch size (paper-tables.png).
+the records' folder), and for the README time and memory of a few (single-gpu-summary.png). For
+other losses: the share of each at its largest size (losses.png). For several GPUs: fraction of
+ideal and memory per GPU over their number (scaling.png). Simulated: the fraction of ideal of each
+schedule on 8 to 4,096 GPUs, of the loss and of a training step (simulation.png). The paper's
+tables: a GPU's memory over the batch size (paper-tables.png).
 """
 
 from __future__ import annotations
