@@ -15,7 +15,7 @@ def test_micro_batches_are_those_of_a_run():
         for context in (77, 26):  # at most what the model takes
             tokens = torch.zeros(8, context)
             texts = SortedByLength(tokens, torch.tensor(sample).clamp(max=context))
-            run = [tuple(texts.rows[part].shape) for part in texts.micro_batches(count)]
+            run = [tuple(texts.take(part).shape) for part in texts.micro_batches(count)]
             found = lengths.micro_batches("text", context, 8, count)
             assert [tuple(part) for *part, number in found for _ in range(number)] == run
             assert lengths.longer("text", context, 8, count) == texts.longer(count)

@@ -21,49 +21,6 @@ from torch import Tensor
 PLACEHOLDER_ROWS = 2
 
 
-class Items:
-    """A list or tuple with an item for each row, none of which is a tensor; a slice is another."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        """Take them as they are."""
-        self.values = values
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def __getitem__(self, rows: slice) -> Sequence[Any]:
-        return self.values[rows]
-
-    def in_order(self, order: Tensor) -> Items:
-        """The items of these rows."""
-        return Items(type(self.values)(self.values[i] for i in order.tolist()))  # type: ignore[call-arg]
-
-
-class CutRows:
-    """A tensor's rows in another order; a slice has as many columns as its first row needs.
-
-    tensor: (rows, columns, ...), or (rows,), of which nothing is cut.
-    """
-
-    def __init__(self, tensor: Tensor, order: Tensor, widths: list[int]) -> None:
-        """Take the tensor's rows in `order`, int64 (rows,).
-
-        `widths`: the number of columns that each row needs, in that order, the largest first.
-        """
-        self.tensor = tensor
-        self._order = order.to(tensor.device)
-        self._widths = widths
-
-    def __len__(self) -> int:
-        return len(self.tensor)
-
-    def __getitem__(self, rows: slice) -> Tensor:
-        order = self._order[rows]
-        cut = self.tensor.ndim > 1 and len(order) > 0
-        columns = self.tensor[:, : self._widths[rows.start]] if cut else self.tensor
-        return columns.index_select(0, order)
-
-
 def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
     """Yield the tensors, and other objects with rows, of a batch with their paths for messages."""
     if isinstance(batch, Mapping):
@@ -76,25 +33,25 @@ def leaves(batch: Any, name: str = "batch") -> Iterator[tuple[str, Any]]:
         yield name, batch
 
 
-def mapped(
-    batch: Any,
-    function: Callable[[Any], Any],
-    of_list: Callable[[Any], Any] = lambda values: None,
-) -> Any:
+def mapped(batch: Any, function: Callable[[Any], Any], rows: int = 0) -> Any:
     """Apply `function` to each leaf of the batch, in containers of the same types.
 
-    `of_list` may return something in place of a list or tuple; None: it is a container.
+    `rows`: also to each list or tuple with an item for each of so many rows.
     """
     if isinstance(batch, Mapping):
-        part = {key: mapped(value, function, of_list) for key, value in batch.items()}
+        part = {key: mapped(value, function, rows) for key, value in batch.items()}
         plain = type(batch) is dict or not isinstance(batch, MutableMapping)
         return part if plain else filled(batch, part)
-    if isinstance(batch, (list, tuple)):
-        if (instead := of_list(batch)) is not None:
-            return instead
-        values = [mapped(value, function, of_list) for value in batch]
+    if isinstance(batch, (list, tuple)) and not _has_items(batch, rows):
+        values = [mapped(value, function, rows) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
     return function(batch) if _has_rows(batch) else batch
+
+
+def _has_items(values: Sequence[Any], rows: int) -> bool:
+    """Whether a list or tuple has an item for each row; with tensors inside it is a container."""
+    named = hasattr(values, "_fields")
+    return len(values) == rows > 0 and not named and next(leaves(values), None) is None
 
 
 def _has_rows(value: Any) -> bool:
@@ -113,26 +70,9 @@ def filled(mapping: Any, items: Mapping[Any, Any]) -> Any:
     return copied
 
 
-def with_items(batch: Any, rows: int) -> Any:
-    """The batch, with `Items` in place of lists and tuples that have one for each of so many rows.
-
-    Those with tensors inside are containers, and a named tuple always is.
-    """
-
-    def items(values: Any) -> Items | None:
-        listed = len(values) == rows > 0 and not hasattr(values, "_fields")
-        return Items(values) if listed and next(leaves(values), None) is None else None
-
-    return mapped(batch, lambda leaf: leaf, items)
-
-
 def named_tensors(batch: Any, name: str = "batch") -> dict[str, Tensor]:
-    """All tensors of a nested batch, also those in `CutRows`, by their paths."""
-    found = {
-        path: leaf.tensor if isinstance(leaf, CutRows) else leaf
-        for path, leaf in leaves(batch, name)
-    }
-    return {path: leaf for path, leaf in found.items() if isinstance(leaf, Tensor)}
+    """All tensors of a nested batch by their paths."""
+    return {path: leaf for path, leaf in leaves(batch, name) if isinstance(leaf, Tensor)}
 
 
 def batch_size(batches: Mapping[str, Any]) -> int:
@@ -153,18 +93,18 @@ def batch_size(batches: Mapping[str, Any]) -> int:
     return size
 
 
-def take(batch: Any, rows: slice) -> Any:
-    """Slice every leaf of the batch (views), in containers of the same types.
+def take(batch: Any, rows: slice, of: int) -> Any:
+    """Slice every leaf (views), in containers of the same types; the batch has `of` rows.
 
     Raises:
         TypeError, ValueError: an object that makes rows did not return a tensor with as many.
     """
-    return mapped(batch, lambda leaf: _taken(leaf, rows))
+    return mapped(batch, lambda leaf: _taken(leaf, rows), of)
 
 
 def _taken(leaf: Any, rows: slice) -> Any:
     part = leaf[rows]
-    if isinstance(leaf, (Tensor, Items)):
+    if isinstance(leaf, (Tensor, list, tuple)):
         return part
     wanted = f"{type(leaf).__name__}[{rows.start}:{rows.stop}]"
     if not isinstance(part, Tensor):
@@ -180,7 +120,7 @@ def placeholder(batch: Any) -> Any:
 
     Ones are legal tokens, and attention masks that do not mask everything.
     """
-    empty = take(batch, slice(0, 0))
+    empty = take(batch, slice(0, 0), 0)
     return mapped(empty, lambda tensor: tensor.new_ones((PLACEHOLDER_ROWS, *tensor.shape[1:])))
 
 

@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from megabatch.gradient_cache.arguments import Key
-from megabatch.gradient_cache.batches import (
-    CutRows,
-    Items,
-    leaves,
-    mapped,
-    to_device,
-    with_items,
-)
+from megabatch.gradient_cache.batches import leaves, mapped, to_device
 
 #: Lengths of sorted sequences: a number of columns, and how many rows need it, the longest first.
 Runs: TypeAlias = "Sequence[tuple[int, int]]"
@@ -79,18 +72,27 @@ class SortedByLength:
         ordered, order = found.sort(descending=True, stable=True)
         widths = (-(-ordered // multiple) * multiple).clamp(max=columns)
         values, counts = widths.unique_consecutive(return_counts=True)
-        self._runs = [*zip(values.tolist(), counts.tolist(), strict=True)]
-        self._columns = columns
+        self.batch = batch
         self.outputs = (outputs,) if isinstance(outputs, (int, str)) else tuple(outputs)
-        needed = widths.tolist()
-        self.rows = mapped(
-            with_items(batch, len(found)),
-            lambda leaf: (
-                leaf.in_order(order) if isinstance(leaf, Items) else CutRows(leaf, order, needed)
-            ),
-        )
-        self._order = order
-        self._place = order.argsort()
+        self._columns = columns
+        self._runs = [*zip(values.tolist(), counts.tolist(), strict=True)]
+        self._widths = widths.tolist()
+        self._order, self._place = order, order.argsort()
+
+    def take(self, rows: slice) -> Any:
+        """Some rows in the encoder's order, at least one, with as many columns as the first needs.
+
+        Of tensors with one dimension nothing is cut.
+        """
+        order, width = self._order[rows], self._widths[rows.start]
+
+        def taken(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return type(leaf)(leaf[i] for i in order.tolist())
+            cut = leaf[:, :width] if leaf.ndim > 1 else leaf
+            return cut.index_select(0, to_device(order, leaf.device))
+
+        return mapped(self.batch, taken, len(self._order))
 
     def in_batch_order(self, output: Tensor) -> Tensor:
         """An encoder's output (rows, ...), in the batch's order."""

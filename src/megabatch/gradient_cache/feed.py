@@ -13,7 +13,6 @@ from megabatch.ahead import one_ahead
 from megabatch.gradient_cache.arguments import Key
 from megabatch.gradient_cache.batches import (
     PLACEHOLDER_ROWS,
-    Items,
     batch_size,
     leaves,
     mapped,
@@ -21,7 +20,6 @@ from megabatch.gradient_cache.batches import (
     placeholder,
     take,
     to_device,
-    with_items,
 )
 from megabatch.gradient_cache.by_length import MicroBatch, SortedByLength, divided
 
@@ -63,15 +61,13 @@ class Feed:
                 f"batches: {name} takes {len(batches)}, so a SortedByLength must name its outputs "
                 "(outputs=...)"
             )
-        named = {**batches, **{k: batch.rows for k, batch in self._sorted.items()}}
+        named = {**batches, **{k: batch.batch for k, batch in self._sorted.items()}}
         self.names = " and ".join(named)
-        self.rows = rows = batch_size(named)
+        self.rows = batch_size(named)
         self.watched = {p: t for k, b in named.items() for p, t in named_tensors(b, k).items()}
         self._keywords = keywords
         # A rank without rows still takes part in the collectives.
-        self._batches = {
-            k: with_items(b, rows) if rows else placeholder(b) for k, b in named.items()
-        }
+        self._batches = named if self.rows else {k: placeholder(b) for k, b in named.items()}
         self.tensors = list(named_tensors(self._batches).values())
         if device is not None and device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -125,7 +121,9 @@ class Feed:
         for name, batch in self._batches.items():
             rows = micro_batch.of(name)
             start = 0 if micro_batch.idle else rows.start
-            loaded[name] = take(batch, slice(start, start + self.encoded(rows)))
+            rows = slice(start, start + self.encoded(rows))
+            by_length = self._sorted.get(name) if self.rows else None
+            loaded[name] = by_length.take(rows) if by_length else take(batch, rows, self.rows)
         if self.device is not None:
             loaded = mapped(loaded, functools.partial(to_device, device=self.device))
         named = {name: loaded.pop(name) for name in self._keywords}
@@ -134,9 +132,8 @@ class Feed:
     def _worth_a_thread(self, device: torch.device) -> bool:
         if any(tensor.requires_grad for tensor in self.tensors):
             return False  # the move is part of the graph, which belongs to the caller's thread
-        sources = [leaf for _, leaf in leaves(self._batches) if not isinstance(leaf, Items)]
-        moved = device.type == "cuda" and any(t.device.type == "cpu" for t in self.tensors)
-        return moved or len(self.tensors) < len(sources)  # some rows are made on access
+        made = any(not isinstance(leaf, torch.Tensor) for _, leaf in leaves(self._batches))
+        return made or (device.type == "cuda" and any(t.device.type == "cpu" for t in self.tensors))
 
 
 def _on_cuda(

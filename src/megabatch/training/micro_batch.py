@@ -368,7 +368,7 @@ class Trials:
             for tower, sample in self._samples.items()
         }
         rows = slice(0, size)
-        whole = {tower: texts.rows.tensor[rows] for tower, texts in self._sorted.items()}
+        whole = {tower: texts.batch[rows] for tower, texts in self._sorted.items()}
         largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
         self._graph(largest)
         inputs = sum(tensor.nbytes for tensor in largest.values())
@@ -392,7 +392,7 @@ class Trials:
         """Inputs of each tower for a micro-batch, on the device."""
         rows = micro_batch.rows
         cut = {
-            tower: to_device(texts.rows[micro_batch.of(tower)], self._device)
+            tower: to_device(texts.take(micro_batch.of(tower)), self._device)
             for tower, texts in self._sorted.items()
         }
         return {tower: part[: rows.stop - rows.start] for tower, part in copies.items()} | cut
