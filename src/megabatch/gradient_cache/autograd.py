@@ -235,35 +235,19 @@ def is_from_torch(hook: Callable[..., Any]) -> bool:
 def call_hooks_only_with_gradient(leaf: Tensor) -> None:
     """Let the hooks of a leaf that gets no gradient here be called only if it gets another one.
 
-    Autograd calls the hooks of all inputs of a node, also where the node gives no gradient. Hooks
-    keep their handles, and do the same as before otherwise. PyTorch's own may count such calls.
+    Autograd calls the hooks of all inputs of a node, also where the node gives no gradient: those
+    of the tensor with None, and those after accumulation. PyTorch's own may count such calls.
     """
-    for hooks, kind in ((tensor_hooks(leaf), _IfDefined), (accumulation_hooks(leaf), _IfAdded)):
+    before = leaf.grad, None if leaf.grad is None else version_of(leaf.grad)
+
+    def call(hooks: dict[int, Any], key: int, hook: Any, argument: Tensor | None) -> Any:
+        hooks[key] = hook  # from now on as ever
+        now = leaf.grad, None if leaf.grad is None else version_of(leaf.grad)
+        unchanged = now[0] is before[0] and now[1] == before[1]
+        none = unchanged if argument is leaf else argument is None
+        return None if none else hook(argument)
+
+    for hooks in (tensor_hooks(leaf), accumulation_hooks(leaf)):
         for key, hook in [*(hooks or {}).items()]:
-            inner = hook.hook if isinstance(hook, kind) else hook
-            if hooks and not is_from_torch(inner):  # autograd holds this very dictionary
-                hooks[key] = kind(inner, leaf)
-
-
-class _IfDefined:
-    """A hook of `Tensor.register_hook`, called with a gradient only."""
-
-    def __init__(self, hook: Any, leaf: Tensor) -> None:
-        self.hook = hook
-        self._before: tuple[int, int] | None = _identity(leaf.grad)
-
-    def __call__(self, gradient: Any) -> Any:
-        return None if gradient is None else self.hook(gradient)
-
-
-class _IfAdded(_IfDefined):
-    """A hook after accumulation, called only if `.grad` has changed since this object was made."""
-
-    def __call__(self, leaf: Tensor) -> None:
-        before, self._before = self._before, None
-        if _identity(leaf.grad) != before:
-            self.hook(leaf)
-
-
-def _identity(tensor: Tensor | None) -> tuple[int, int]:
-    return id(tensor), 0 if tensor is None else version_of(tensor)
+            if hooks and not is_from_torch(hook):  # autograd holds this very dictionary
+                hooks[key] = functools.partial(call, hooks, key, hook)

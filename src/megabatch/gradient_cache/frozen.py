@@ -2,58 +2,48 @@
 
 During a pass each frozen part has another `forward`, set on the instance: in the first pass it
 records the part's outputs, in the second it returns them. The module itself stays in place, so code
-of the model sees no change, and hooks on the part are called in both passes.
+of the model sees no change.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.autograd import is_from_torch
 from megabatch.gradient_cache.state import RandomState
-from megabatch.torch_internals import (
-    COMPILED_CALL,
-    forward_hooks,
-    is_compiled,
-    is_compiled_in_place,
-    version_of,
-)
+from megabatch.torch_internals import forward_hooks, is_compiled, uncompiled
 
-
-class _Call(NamedTuple):
-    """An output, with its version and the random state right after the call."""
-
-    output: Tensor
-    version: int
-    random_state: RandomState
+#: A part's calls in one micro-batch: a copy of each output with the random state after the call, or
+#: None if it cannot be reused.
+Calls: TypeAlias = "list[tuple[Tensor, RandomState] | None]"
 
 
 class FrozenParts:
     """The largest frozen modules, inside trained ones, that return a vector per sample.
 
     Other outputs than features, (rows, width), may be as large as activations. A part is run again
-    if skipping it could make a difference: its output depends on something trained, or was changed
-    in place; its forward sets attributes, which the model may read; a module inside it has a hook;
-    or the number of its calls differs between micro-batches.
+    if skipping it could make a difference: its output depends on something trained; its forward
+    sets attributes, which the model may read; one of its modules has a hook; or the number of its
+    calls differs between micro-batches.
     """
 
     def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
         """Find them; `devices`: of the random numbers that they may draw."""
         self._devices = set(devices)
-        self._calls: dict[nn.Module, list[list[_Call | None]]] = {
-            part: [] for part in _largest_frozen(modules)
-        }
+        self._parts = _largest_frozen(modules)
+        self._recorded: list[dict[nn.Module, Calls]] = []  # for each micro-batch
 
     def __bool__(self) -> bool:
         """Whether there is any."""
-        return bool(self._calls)
+        return bool(self._parts)
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
@@ -61,87 +51,75 @@ class FrozenParts:
 
         The first one needs a graph, which shows the parts that are constant.
         """
-        # A forward pass sets attributes in all micro-batches or in none.
-        before = {part: _attributes(part) for part, calls in self._calls.items() if not calls}
-        for calls in self._calls.values():
-            calls.append([])
-        with self._replaced(self._record, -1):
+        first = not self._recorded  # a forward pass sets attributes in all micro-batches or in none
+        before = {part: _attributes(part) for part in self._parts if first}
+        calls: dict[nn.Module, Calls] = {part: [] for part in self._parts}
+        self._recorded.append(calls)
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(_replaced(part, self._record, calls[part]))
             yield
-        for part, calls in [*self._calls.items()]:
-            changed = part in before and not _same(before[part], _attributes(part))
-            if changed or None in calls[-1] or len(calls[-1]) != len(calls[0]):
-                del self._calls[part]
-
-    def replayed(self, micro_batch: int) -> contextlib.AbstractContextManager[None]:
-        """Return each recorded output of a micro-batch, once, instead of running the parts."""
-        return self._replaced(self._replay, micro_batch)
+        changed = {part for part in before if not _same(before[part], _attributes(part))}
+        self._parts = [
+            part
+            for part, found in calls.items()
+            if None not in found and len(found) == len(self._recorded[0][part])
+            if part not in changed
+        ]
 
     @contextlib.contextmanager
-    def _replaced(self, function: Callable[..., Any], micro_batch: int) -> Iterator[None]:
+    def replayed(self, micro_batch: int) -> Iterator[None]:
+        """Return each recorded output of a micro-batch, once, instead of running the parts."""
         with contextlib.ExitStack() as stack:
-            for part, calls in self._calls.items():
-                if calls:  # recorded
-                    replacement = functools.partial(function, calls[micro_batch])
-                    stack.enter_context(_forward_replaced(part, replacement))
+            for part in self._parts if self._recorded else ():
+                stack.enter_context(_replaced(part, _replay, self._recorded[micro_batch][part]))
             yield
 
-    def _record(
-        self, calls: list[_Call | None], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def _record(self, calls: Calls, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         output = forward(*args, **kwargs)
         features = isinstance(output, Tensor) and output.ndim == 2 and not output.requires_grad
-        if features and not output.is_inference():  # inference tensors do not count changes
-            calls.append(_Call(output, version_of(output), RandomState(self._devices)))
-        else:
-            calls.append(None)  # run it again
+        # Copied, as the model may change it in place, and as it may be a view of activations.
+        calls.append((output.clone(), RandomState(self._devices)) if features else None)
         return output
 
-    def _replay(
-        self, calls: list[_Call], forward: Callable[..., Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        call = calls.pop(0) if calls else None
-        if call is None or version_of(call.output) != call.version:
-            return forward(*args, **kwargs)
-        call.random_state.restore()  # as after the part's own random numbers
-        return call.output
+
+def _replay(calls: Calls, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    call = calls.pop(0) if calls else None
+    if call is None:
+        return forward(*args, **kwargs)
+    output, random_state = call
+    random_state.restore()  # as after the part's own random numbers
+    return output
 
 
 @contextlib.contextmanager
-def _forward_replaced(module: nn.Module, function: Callable[..., Any]) -> Iterator[None]:
-    """Redirect this thread's calls of the module inside to `function(forward, *args, **kwargs)`.
-
-    For a module compiled in place, the compiled call is replaced: another `forward` would make
-    torch.compile compile it again.
-    """
-    name = COMPILED_CALL if is_compiled_in_place(module) else "forward"
-    forward, thread, own = getattr(module, name), threading.get_ident(), vars(module)
+def _replaced(part: nn.Module, function: Callable[..., Any], calls: Calls) -> Iterator[None]:
+    """Let this thread's calls of the part be `function(calls, forward, *args, **kwargs)` inside."""
+    forward, thread, own = part.forward, threading.get_ident(), vars(part)
 
     @functools.wraps(forward)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return forward(*args, **kwargs)
-        return function(forward, *args, **kwargs)
+        return function(calls, forward, *args, **kwargs)
 
-    own_before = {name: own[name]} if name in own else {}
-    own[name] = replacement  # not by setattr, which wrappers pass on to the module inside
+    before = {"forward": own["forward"]} if "forward" in own else {}
+    own["forward"] = replacement  # not by setattr, which wrappers pass on to the module inside
     try:
         yield
     finally:
-        if own.get(name) is replacement:
-            del own[name]
-            own.update(own_before)
+        del own["forward"]
+        own.update(before)
 
 
 def _largest_frozen(modules: list[nn.Module]) -> list[nn.Module]:
-    """Frozen children of other modules, except those that cannot be skipped unnoticed."""
-    if all(p.requires_grad for module in modules for p in module.parameters(recurse=False)):
-        return []
-    # These run in another form: compiled with their parent, or as copies in threads.
-    roots = (m for m in modules if is_compiled(m) or isinstance(m, nn.DataParallel))
-    not_called = {inner for root in roots for inner in root.modules()}
-    parents = (m for m in modules if m not in not_called and not _frozen(m))
+    """Frozen children of other modules, except those whose `forward` may not be called."""
+    # They run in another form: compiled, perhaps with their parent, or as copies in threads.
+    roots = (uncompiled(m) for m in modules if is_compiled(m) or isinstance(m, nn.DataParallel))
+    other = {inner for root in roots for inner in root.modules()}
+    parents = (m for m in modules if m not in other and not _frozen(m))
     children = dict.fromkeys(child for parent in parents for child in parent.children())
-    return [child for child in children if _frozen(child) and not _has_hooks_inside(child)]
+    return [m for m in children if m not in other and _frozen(m) and not _has_hooks(m)]
 
 
 def _frozen(module: nn.Module) -> bool:
@@ -149,31 +127,23 @@ def _frozen(module: nn.Module) -> bool:
     return bool(required) and not any(required)
 
 
-def _has_hooks_inside(part: nn.Module) -> bool:
-    """Whether skipping the part's forward (or compiled call) would skip a user's hook."""
-    skipped = [m for m in part.modules() if m is not part or is_compiled_in_place(part)]
-    return not all(is_from_torch(hook) for module in skipped for hook in forward_hooks(module))
+def _has_hooks(part: nn.Module) -> bool:
+    """Whether a user's hook may see or change something inside the part."""
+    return not all(is_from_torch(hook) for m in part.modules() for hook in forward_hooks(m))
 
 
 def _attributes(part: nn.Module) -> list[Any]:
-    """All that the modules of a part refer to, with names and the members of containers.
+    """All that the modules of a part refer to, and the members of containers.
 
     Parameters are left out: FSDP2 exchanges them during a forward pass.
     """
     found: list[Any] = []
     for module in part.modules():
-        for name, value in vars(module).items():
-            if name == "_parameters":
-                continue
-            found += [name, value]
-            found += [*value, *value.values()] if isinstance(value, dict) else ()
-            found += value if isinstance(value, (list, tuple, set)) else ()
+        for value in (value for name, value in vars(module).items() if name != "_parameters"):
+            members = value.values() if isinstance(value, dict) else value
+            found += [value, *(members if isinstance(value, (dict, list, tuple, set)) else ())]
     return found
 
 
 def _same(before: list[Any], after: list[Any]) -> bool:
-    """Whether both have the same objects, or equal numbers or strings, in the same order."""
-    return len(before) == len(after) and all(
-        old is new or (isinstance(old, (int, float, str)) and type(old) is type(new) and old == new)
-        for old, new in zip(before, after, strict=True)
-    )
+    return len(before) == len(after) and all(map(operator.is_, before, after))
