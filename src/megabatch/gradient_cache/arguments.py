@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.batches import filled
+from megabatch.ranks import global_ranks
 
 Key: TypeAlias = "int | str"  # a position in a tuple, or a mapping's key
 Outputs: TypeAlias = "dict[Key, Tensor | None]"
@@ -24,15 +25,7 @@ def check_options(encoders: Sequence[Any], loss: Any, group: Any, feature_dtype:
             raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
     if not callable(loss):
         raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
-    known = group is None or (isinstance(group, str) and group == "local")
-    if not known and torch.distributed.is_available():
-        from torch.distributed.device_mesh import DeviceMesh
-
-        known = isinstance(group, (torch.distributed.ProcessGroup, DeviceMesh))
-    if not known:
-        raise TypeError(
-            f'group: expected a process group, None or "local", or a DeviceMesh, got {group!r}'
-        )
+    global_ranks(group)  # raises an error for anything else than a group
     if not isinstance(feature_dtype, (torch.dtype, type(None))):
         raise TypeError(f"feature_dtype: expected a torch.dtype or None, got {feature_dtype!r}")
     if feature_dtype is not None and not feature_dtype.is_floating_point:
@@ -42,12 +35,17 @@ def check_options(encoders: Sequence[Any], loss: Any, group: Any, feature_dtype:
 # The functions below take the number of encoders, None for a single model that takes all batches.
 
 
-def per_encoder(name: str, value: Any, count: int | None, least: int) -> tuple[int, ...]:
-    """One number for each encoder, from a value that may be a single one for all."""
+def per_encoder(name: str, values: Sequence[Any], count: int | None) -> tuple[Any, ...]:
+    """One value for each encoder, of which a single one is for all."""
+    if len(values) not in (1, count or 1):
+        raise ValueError(f"{name}: expected one, or one per encoder, {count}, got {len(values)}")
+    return tuple(values) * ((count or 1) if len(values) == 1 else 1)
+
+
+def integers(name: str, value: Any, count: int | None, least: int) -> tuple[int, ...]:
+    """One number for each encoder."""
     several = count is not None and isinstance(value, (tuple, list))
-    numbers = tuple(value) if several else (value,) * (count or 1)
-    if (got := len(numbers)) != (count or 1):
-        raise ValueError(f"{name}: expected one number, or one per encoder, {count}, got {got}")
+    numbers = per_encoder(name, value if several else (value,), count)
     for number in numbers:
         if isinstance(number, bool) or not isinstance(number, int):
             raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
@@ -75,10 +73,7 @@ def checked_outputs(value: Any, count: int | None) -> tuple[tuple[Key, ...] | No
         raise TypeError(f"outputs: expected keys or positions, got {value!r}")
     if count is None:
         return (keys,)
-    keys = keys * count if len(keys) == 1 else keys
-    if len(keys) != count:
-        raise ValueError(f"outputs: expected one, or one per encoder, {count}, got {len(keys)}")
-    return tuple((key,) for key in keys)
+    return tuple((key,) for key in per_encoder("outputs", keys, count))
 
 
 def named_batches(

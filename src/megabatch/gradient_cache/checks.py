@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -60,24 +58,25 @@ def weights_differ(step: int, parameters: Iterable[tuple[str, Tensor]], group: A
     places = {round(i * (len(known) - 1) / (PARAMETERS - 1)) for i in range(PARAMETERS)}
     chosen = [known[i] for i in sorted(places)] if known else []
     sums = [float(p.detach().sum(dtype=torch.float64)) for _, p in chosen]
-    first, *ranks = zip(global_ranks(group), all_gather_values(sums, group), strict=True)
-    for i, (name, _) in enumerate(chosen):
-        one = first[1][i]
-        differing = [(rank, found[i]) for rank, found in ranks if not _equal(found[i], one)]
-        if differing and first[0] == torch.distributed.get_rank():
-            rank, other = differing[0]
-            warnings.warn(
-                f"GradientCache: the weights of the ranks differ at the beginning of step {step}: "
-                f"the elements of {name} add up to {one:.9g} on rank {first[0]} and {other:.9g} "
-                f"on rank {rank}, a difference of {abs(one - other):.3g}. Nothing seems to "
-                "average gradients over the ranks: wrap each encoder, or the model that has them, "
-                "in DistributedDataParallel or fully_shard, and start all ranks from the same "
-                "weights; or pass group='local' if each rank is to train weights of its own",
-                stacklevel=4,
-            )
-        if differing:
-            return True
-    return False
+    (first, own), *others = zip(global_ranks(group), all_gather_values(sums, group), strict=True)
+    differences = [
+        (name, a, rank, b)
+        for rank, found in others
+        for (name, _), a, b in zip(chosen, own, found, strict=True)
+        if not (math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b)))
+    ]
+    if differences and first == torch.distributed.get_rank():
+        name, a, rank, b = differences[0]
+        warnings.warn(
+            f"GradientCache: the weights of the ranks differ at the beginning of step {step}: the "
+            f"elements of {name} add up to {a:.9g} on rank {first} and {b:.9g} on rank {rank}, a "
+            f"difference of {abs(a - b):.3g}. Nothing seems to average gradients over the ranks: "
+            "wrap each encoder, or the model that has them, in DistributedDataParallel or "
+            "fully_shard, and start all ranks from the same weights; or pass group='local' if "
+            "each rank is to train weights of its own",
+            stacklevel=4,
+        )
+    return bool(differences)
 
 
 def _is_replicated(parameter: Tensor) -> bool:
@@ -85,10 +84,6 @@ def _is_replicated(parameter: Tensor) -> bool:
     shard = any(hasattr(parameter, name) for name in ("device_mesh", "_fsdp_flattened", "ds_id"))
     compared = parameter.requires_grad and parameter.is_floating_point() and parameter.numel() > 0
     return compared and not shard and not getattr(parameter, "tensor_model_parallel", False)
-
-
-def _equal(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b))
 
 
 class PassesCheck:
@@ -136,36 +131,27 @@ class PendingLoss:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         """`parameters`: those that the loss depends on."""
-        self.parameters = {id(parameter) for parameter in parameters}
-        self.optimizer_stepped = False
-        _watch_optimizers()
-        _pending.add(self)
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._optimizer_stepped = False
+        self._hook = register_optimizer_step_post_hook(self._note_step)
+
+    def _note_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._optimizer_stepped |= not stepped.isdisjoint(self._parameters)
 
     def backpropagated(self) -> None:
         """Note that its backward pass begins."""
-        _pending.discard(self)
+        self._hook.remove()
+        self._optimizer_stepped = False
 
     def raise_if_left_out(self) -> None:
         """Raise a RuntimeError before the next step if an optimizer has stepped without it."""
-        if self in _pending and self.optimizer_stepped:
-            _pending.discard(self)
+        left_out = self._optimizer_stepped
+        self.backpropagated()  # is not asked again
+        if left_out:
             raise RuntimeError(
-                "GradientCache: an optimizer stepped, but the loss of the previous step was "
-                "never backpropagated: call loss.backward() before optimizer.step() (a step no "
-                "longer fills .grad by itself), or call the step under torch.no_grad() if you "
-                "only need the value of its loss"
+                "GradientCache: an optimizer stepped, but the loss of the previous step was never "
+                "backpropagated: call loss.backward() before optimizer.step() (a step does not "
+                "fill .grad by itself), or call the step under torch.no_grad() if you only need "
+                "the value of its loss"
             )
-
-
-_pending: WeakSet[PendingLoss] = WeakSet()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _note_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for loss in list(_pending):
-        loss.optimizer_stepped |= not stepped.isdisjoint(loss.parameters)

@@ -28,8 +28,8 @@ from megabatch.gradient_cache.arguments import (
     check_options,
     checked_input_names,
     checked_outputs,
+    integers,
     named_batches,
-    per_encoder,
 )
 from megabatch.gradient_cache.by_length import MicroBatch
 from megabatch.gradient_cache.checks import (
@@ -124,7 +124,7 @@ class GradientCache:
         self._encoders: tuple[Encoder, ...] = tuple(given) if several else (given,)
         self._count = len(self._encoders) if several else None
         check_options(self._encoders, loss, group, feature_dtype)
-        self._sizes = per_encoder("micro_batch_size", micro_batch_size, self._count, least=1)
+        self._sizes = integers("micro_batch_size", micro_batch_size, self._count, least=1)
         self._input_names = checked_input_names(input_names, self._count)
         self._outputs = checked_outputs(outputs, self._count)
         self._device = None if device is None else torch.device(device)
@@ -240,7 +240,7 @@ class GradientCache:
 
     def _kept_counts(self) -> tuple[int, ...]:
         """For each encoder, the number of micro-batches whose graphs may be kept."""
-        return per_encoder("kept_micro_batches", self.kept_micro_batches, self._count, least=0)
+        return integers("kept_micro_batches", self.kept_micro_batches, self._count, least=0)
 
 
 @functools.cache  # at the first step: it imports torch._dynamo
