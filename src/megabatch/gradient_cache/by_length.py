@@ -12,9 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.arguments import Key
 from megabatch.gradient_cache.batches import leaves, mapped, to_device
 
+#: Of an encoder's output: a position in a tuple, or a mapping's key.
+Key: TypeAlias = "int | str"
 #: Lengths of sorted sequences: a number of columns, and how many rows need it, the longest first.
 Runs: TypeAlias = "Sequence[tuple[int, int]]"
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from megabatch.gradient_cache.arguments import Outputs
+from megabatch.gradient_cache.outputs import Outputs
 from megabatch.ranks import all_gather_numbers, all_gather_values, global_ranks
 
 #: Training steps at whose beginning weights are compared; an update may take several steps.

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 import torch
 
 from megabatch.ahead import one_ahead
-from megabatch.gradient_cache.arguments import Key
 from megabatch.gradient_cache.batches import (
     PLACEHOLDER_ROWS,
     batch_size,
@@ -21,7 +20,7 @@ from megabatch.gradient_cache.batches import (
     take,
     to_device,
 )
-from megabatch.gradient_cache.by_length import MicroBatch, SortedByLength, divided
+from megabatch.gradient_cache.by_length import Key, MicroBatch, SortedByLength, divided
 
 #: A micro-batch's rows of each batch; the last element is a dict of those passed by keyword.
 Parts: TypeAlias = "tuple[Any, ...]"
@@ -62,7 +61,6 @@ class Feed:
                 "(outputs=...)"
             )
         named = {**batches, **{k: batch.batch for k, batch in self._sorted.items()}}
-        self.names = " and ".join(named)
         self.rows = batch_size(named)
         self.watched = {p: t for k, b in named.items() for p, t in named_tensors(b, k).items()}
         self._keywords = keywords
@@ -100,12 +98,6 @@ class Feed:
         """The sorted batch that a per-sample output belongs to, with its name; or "" and None."""
         owners = (item for item in self._sorted.items() if key in (item[1].outputs or (key,)))
         return next(owners, ("", None))
-
-    def described(self, key: Key) -> str:
-        """An output for messages, with the batch that names it if batches do."""
-        name, named = self.sorted_by(key)[0], any(b.outputs for b in self._sorted.values())
-        by = f"outputs= of {name} names" if name else "no SortedByLength names"
-        return f"output {key!r} of {self.name}" + f", which {by}," * named
 
     def check_outputs(self, per_sample: Collection[Key]) -> None:
         """Raise a ValueError if a batch names an output that is not per sample."""

@@ -64,7 +64,6 @@ class Step:
         self._memory = memory
         self._gradients_on_host = gradients_on_host
         self._keeps = keeps and len(global_ranks(group)) > 1
-        self._once = all(encoding.once for encoding in encodings)
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         modules = [module for encoding in encodings for module in encoding.modules]
         self._context = ForwardContext(dict.fromkeys(modules), self._devices)
@@ -130,7 +129,7 @@ class Step:
         self._loss = loss = loss_of(self.encodings, function, detached)
         if not loss.requires_grad:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
-        features = {id(t): t for encoding in self.encodings for t in encoding.trained()}
+        features = {id(t): t for encoding in self.encodings for t in encoding.outputs.trained()}
         for tensor in features.values():  # the step's own backward pass accumulates nothing there
             tensor.register_post_accumulate_grad_hook(_refuse_gradient)
         inside = {*features, *map(id, self._aliases.values())}
@@ -184,43 +183,42 @@ class Step:
         # DDP and FSDP2 reduce these together with the second pass's additions to .grad.
         reduced = [leaf for leaf in self._loss_leaves if id(leaf) in wrapped]
         others = [leaf for leaf in self._loss_leaves if id(leaf) not in wrapped]
-        features = [tensor for encoding in self.encodings for tensor in encoding.trained()]
+        features = [t for encoding in self.encodings for t in encoding.outputs.trained()]
         wanted = [*reduced, *self._aliases.values(), *features]
-        found = sums.add_from([loss], [upstream.to(loss).reshape(())], others, wanted)
-        del loss, features, wanted
-        for encoding in reversed(self.encodings):
+        gradients = sums.add_from([loss], [upstream.to(loss).reshape(())], others, wanted)
+        found = {id(t): gradient for t, gradient in zip(wanted, gradients, strict=True)}
+        for leaf in reduced:
+            add_to_grad(leaf, found[id(leaf)])
+        for tensor, alias in self._aliases.items():
+            sums.add(tensor, found[id(alias)])
+        del loss, features, wanted, gradients
+        for encoding in self.encodings:
             encoding.take_gradients(found)
-        for tensor in reversed(self._aliases):
-            sums.add(tensor, found.pop())
-        for leaf in reversed(reduced):
-            add_to_grad(leaf, found.pop())
-        if not self._once and self._wait_on_host():
+        if any(encoding.encoded_twice for encoding in self.encodings) and self._wait_on_host():
             for encoding in self.encodings:
-                encoding.move_gradients_to_host()
+                encoding.outputs.move_gradients_to_host()
 
     def _wait_on_host(self) -> bool:
         """Whether gradients of features are to wait on the host for the second pass."""
         if self._gradients_on_host is not None:
             return self._gradients_on_host
-        found = [encoding.gradients[k] for encoding in self.encodings for k in encoding.per_sample]
-        gradients = [gradient for gradient in found if gradient is not None]
+        outputs = [encoding.outputs for encoding in self.encodings]
+        gradients = (o.gradients[k] for o in outputs for k in o.per_sample & o.gradients.keys())
         modules = (module for encoding in self.encodings for module in encoding.modules)
         graphs = any(encoding.graphs for encoding in self.encodings)
         return not self._memory.fits(gradients, modules, graphs=graphs)
 
     def _encode_again(self, sums: GradientSums) -> None:
-        if not self._once:
-            self._memory.second_pass_begins(self._devices)
-            with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
-                for encoding in self.encodings:
-                    encoding.backward_kept(sums)
-        encodings = [encoding for encoding in self.encodings if encoding.has_gradients()]
+        self._memory.second_pass_begins(self._devices)
+        with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
+            for encoding in self.encodings:
+                encoding.backward_kept(sums)
+        encodings = [encoding for encoding in self.encodings if encoding.outputs.gradients]
         for i, encoding in enumerate(encodings):
             later = any(encoding.encoder is other.encoder for other in encodings[i + 1 :])
             encoding.backward(sums, synchronise=not later)
-            if not self._once:
-                graphs = [size for _, size in sorted(encoding.activations.items())]
-                self._memory.measured(encoding.name, graphs)
+            graphs = [size for _, size in sorted(encoding.activations.items())]
+            self._memory.measured(encoding.name, graphs)
 
     def _release(self) -> None:
         """Free batches and graphs, though the caller may keep the loss."""
@@ -241,7 +239,7 @@ def loss_of(
     args: list[Any] = []
     outputs: dict[str, Any] = {}
     for encoding in encodings:
-        positional, named = encoding.form.arguments(encoding.cached)
+        positional, named = encoding.outputs.arguments()
         args += positional
         outputs |= named
     loss = function(*args, **outputs, **keywords)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +21,6 @@ INTEGERS = 1 << 16
 
 #: A buffer by its module and its name, as another tensor may take its place.
 Buffer: TypeAlias = "tuple[nn.Module, str]"
-
-#: Names of buffers that forward passes change by `buffer.data`, which has a version of its own.
-_uncounted: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def cuda_devices(tensors: Iterable[Tensor] = ()) -> set[torch.device]:
@@ -60,13 +55,13 @@ class RandomState:
 class ForwardContext:
     """The settings of a step's call, which the second pass needs again when `.backward()` runs.
 
-    Autocast, default dtype and device, precision of float32 products, train or eval mode, streams.
+    Autocast, default dtype and device, train or eval mode, and streams.
     """
 
     def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
         """Save the current settings."""
-        self._modules = [*modules]
-        self._settings = _settings(self._modules)
+        self._training = {module: module.training for module in modules}
+        self._dtype = torch.get_default_dtype()
         # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
         self._device = torch.empty(0).device
         self._autocast = {kind: _autocast(kind) for kind in ("cpu", "cuda")}
@@ -85,31 +80,16 @@ class ForwardContext:
                     stack.enter_context(torch.autocast(kind, *state, self._cache_enabled))
             if self._device != torch.empty(0).device:
                 stack.enter_context(self._device)
-            current = _settings(self._modules)
-            for name in self._settings.keys() & current.keys():
-                (change, wanted), (_, found) = self._settings[name], current[name]
-                if wanted != found:
-                    stack.callback(change, found)
-                    change(wanted)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._dtype)
+            for module, training in self._training.items():
+                stack.callback(setattr, module, "training", module.training)
+                module.training = training
             yield
 
 
 def _autocast(device: str) -> tuple[torch.dtype, bool]:
     return torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
-
-
-def _settings(modules: Iterable[nn.Module]) -> dict[Any, tuple[Callable[[Any], Any], Any]]:
-    """For each setting, the function that changes it, and its value."""
-    found: dict[Any, tuple[Callable[[Any], Any], Any]] = {
-        module: (functools.partial(setattr, module, "training"), module.training)
-        for module in modules
-    }
-    found["dtype"] = torch.set_default_dtype, torch.get_default_dtype()
-    # Set by the newer per-backend names, the precision cannot be read: PyTorch refuses to mix them.
-    with contextlib.suppress(RuntimeError):
-        precision = torch.get_float32_matmul_precision()
-        found["precision"] = torch.set_float32_matmul_precision, precision
-    return found
 
 
 @contextlib.contextmanager
@@ -167,26 +147,25 @@ class Watched:
         return not torch.equal(before.to(now), now)
 
 
-class SavedBuffer(Watched):
-    """A module's buffer with its value, to be restored."""
+class SavedBuffer:
+    """A module's buffer with a copy of its value."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
-        """Copy its value."""
-        super().__init__(name, getattr(module, name))
-        self.module = module
-        self.value = self.tensor.detach().clone()
+        """Copy it."""
+        self.module, self.name = module, name
+        self._tensor: Tensor = getattr(module, name)
+        self._value = self._tensor.detach().clone()
 
     def changed(self) -> bool:
-        """Whether it was changed in place since, or another tensor is in its place."""
-        replaced = getattr(self.module, self.name) is not self.tensor
-        return replaced or self.name in _uncounted.get(self.module, ()) or super().changed()
+        """Whether it has another value now; this waits for a GPU."""
+        return not torch.equal(getattr(self.module, self.name), self._value)
 
     def restore(self) -> None:
-        """Undo changes."""
-        if getattr(self.module, self.name) is not self.tensor:
-            setattr(self.module, self.name, self.tensor)
+        """Undo changes, in place or by another tensor in its place."""
+        if getattr(self.module, self.name) is not self._tensor:
+            setattr(self.module, self.name, self._tensor)
         with torch.no_grad():
-            self.tensor.copy_(self.value)
+            self._tensor.copy_(self._value)
 
 
 class ForwardState:
@@ -197,28 +176,22 @@ class ForwardState:
 
     def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
         """Save it; at first `buffers` are those of `possible_state`."""
-        self.random = RandomState(devices)
-        self.buffers = [SavedBuffer(module, name) for module, name in buffers]
+        self._random = RandomState(devices)
+        self._buffers = [SavedBuffer(module, name) for module, name in buffers]
 
-    def keep_updated(self, *, compare: bool) -> list[Buffer]:
-        """Forget the buffers that have not changed since, and return the others.
-
-        `compare`: values as well as versions, which waits for a GPU; later steps remember the find.
-        """
-        for buffer in self.buffers if compare else ():
-            if not buffer.changed() and not torch.equal(buffer.tensor, buffer.value):
-                _uncounted.setdefault(buffer.module, set()).add(buffer.name)
-        self.buffers = [buffer for buffer in self.buffers if buffer.changed()]
-        return [(buffer.module, buffer.name) for buffer in self.buffers]
+    def keep_updated(self) -> list[Buffer]:
+        """Forget the buffers that have not changed since, and return the others."""
+        self._buffers = [buffer for buffer in self._buffers if buffer.changed()]
+        return [(buffer.module, buffer.name) for buffer in self._buffers]
 
     def restore(self) -> None:
         """Make it the current state again."""
-        self.random.restore()
+        self._random.restore()
         self.restore_buffers()
 
     def restore_buffers(self) -> None:
         """Undo changes of buffers."""
-        for buffer in self.buffers:
+        for buffer in self._buffers:
             buffer.restore()
 
 
@@ -229,6 +202,6 @@ def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
         for module in modules
         if not isinstance(module, BATCH_NORMS + INSTANCE_NORMS)
         for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_inference()  # does not count changes
-        and (buffer.is_floating_point() or buffer.numel() <= INTEGERS)
+        if buffer.layout is torch.strided  # others cannot be compared
+        if buffer.is_floating_point() or buffer.numel() <= INTEGERS
     ]

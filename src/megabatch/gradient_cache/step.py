@@ -24,14 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.arguments import (
-    OutputForm,
     check_options,
     checked_input_names,
     checked_outputs,
     integers,
     named_batches,
 )
-from megabatch.gradient_cache.by_length import MicroBatch
 from megabatch.gradient_cache.checks import (
     WEIGHTS_COMPARED,
     PassesCheck,
@@ -41,6 +39,7 @@ from megabatch.gradient_cache.checks import (
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.offload import StepMemory
+from megabatch.gradient_cache.outputs import CachedOutputs
 from megabatch.gradient_cache.second_pass import Step, loss_of
 from megabatch.ranks import all_gather_numbers, global_ranks
 
@@ -201,8 +200,8 @@ class GradientCache:
         for i, named in enumerate(named_batches(batches, by_name, self._count)):
             name = f"encoder {i}" if several else "the model"
             feed = Feed(name, named, () if several else by_name, self._device)
-            form = OutputForm(name, self._outputs[i], single=several)
-            found.append(Encoding(self._encoders[i], feed, form, self._feature_dtype, check))
+            outputs = CachedOutputs(feed, self._outputs[i], self._feature_dtype, single=several)
+            found.append(Encoding(self._encoders[i], feed, outputs, check))
         return found
 
     def _divide(self, encodings: list[Encoding], training: bool) -> bool:
@@ -212,15 +211,14 @@ class GradientCache:
         counts, kept = self._agreed(encodings, training)
         wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
         # A wrapper takes no second forward pass before the backward pass of the first.
-        once = set(counts) == {1} and len(set(wrappers)) == len(wrappers)
+        only = training and set(counts) == {1} and len(set(wrappers)) == len(wrappers)
         for encoding, count, most in zip(encodings, counts, kept, strict=True):
-            idle = MicroBatch(slice(encoding.feed.rows, encoding.feed.rows))
-            encoding.micro_batches += [idle] * (count - len(encoding.micro_batches))
             if not count:
-                which = encoding.feed.names if len(encodings) > 1 else "batches"
-                raise ValueError(f"{which}: expected at least one row over all processes, got 0")
-            encoding.once = once and training
-            encoding.keep(most)
+                raise ValueError(
+                    f"batches: expected at least one row of {encoding.name} over all processes, "
+                    "got 0"
+                )
+            encoding.divide(count, most, only=only)
         return any(kept)
 
     def _agreed(self, encodings: list[Encoding], training: bool) -> tuple[list[int], list[int]]:
