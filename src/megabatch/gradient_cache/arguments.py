@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from megabatch.gradient_cache.by_length import Key
 from megabatch.ranks import global_ranks
 
@@ -15,16 +13,14 @@ def check_options(encoders: Sequence[Any], loss: Any, group: Any, feature_dtype:
     """Check the types of these arguments."""
     if not encoders:
         raise ValueError("encoders: expected at least one, got none")
-    for encoder in encoders:
-        if not callable(encoder):
-            raise TypeError(f"encoders: expected callables, got {type(encoder).__name__}")
-    if not callable(loss):
-        raise TypeError(f"loss: expected a callable, got {type(loss).__name__}")
+    for name, function in (*(("encoders", encoder) for encoder in encoders), ("loss", loss)):
+        if not callable(function):
+            raise TypeError(f"{name}: expected a callable, got {type(function).__name__}")
     global_ranks(group)  # raises an error for anything else than a group
-    if not isinstance(feature_dtype, (torch.dtype, type(None))):
-        raise TypeError(f"feature_dtype: expected a torch.dtype or None, got {feature_dtype!r}")
-    if feature_dtype is not None and not feature_dtype.is_floating_point:
-        raise ValueError(f"feature_dtype: expected a floating point type, got {feature_dtype}")
+    if feature_dtype is not None and not getattr(feature_dtype, "is_floating_point", False):
+        raise TypeError(
+            f"feature_dtype: expected a floating point torch.dtype or None, got {feature_dtype!r}"
+        )
 
 
 # The functions below take the number of encoders, None for a single model that takes all batches.
@@ -34,7 +30,7 @@ def per_encoder(name: str, values: Sequence[Any], count: int | None) -> tuple[An
     """One value for each encoder, of which a single one is for all."""
     if len(values) not in (1, count or 1):
         raise ValueError(f"{name}: expected one, or one per encoder, {count}, got {len(values)}")
-    return tuple(values) * ((count or 1) if len(values) == 1 else 1)
+    return tuple(values) if len(values) > 1 else (*values,) * (count or 1)
 
 
 def integers(name: str, value: Any, count: int | None, least: int) -> tuple[int, ...]:
@@ -42,7 +38,7 @@ def integers(name: str, value: Any, count: int | None, least: int) -> tuple[int,
     several = count is not None and isinstance(value, (tuple, list))
     numbers = per_encoder(name, value if several else (value,), count)
     for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int):
+        if not isinstance(number, int):
             raise TypeError(f"{name}: expected an int, got {type(number).__name__}")
         if number < least:
             raise ValueError(f"{name}: expected at least {least}, got {number}")
@@ -51,12 +47,11 @@ def integers(name: str, value: Any, count: int | None, least: int) -> tuple[int,
 
 def checked_input_names(value: Any, count: int | None) -> tuple[str, ...]:
     """The keywords of a call that are batches."""
-    names = tuple(value) if isinstance(value, (tuple, list, set, frozenset)) else None
-    if names is None or not all(isinstance(name, str) for name in names):
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
         raise TypeError(f"input_names: expected a sequence of strings, got {value!r}")
-    if names and len(names) != (count or len(names)):
-        raise ValueError(f"input_names: expected one per encoder, {count}, got {', '.join(names)}")
-    return names
+    if value and len(value) != (count or len(value)):
+        raise ValueError(f"input_names: expected one per encoder, {count}, got {', '.join(value)}")
+    return tuple(value)
 
 
 def checked_outputs(value: Any, count: int | None) -> tuple[tuple[Key, ...] | None, ...]:
@@ -64,11 +59,9 @@ def checked_outputs(value: Any, count: int | None) -> tuple[tuple[Key, ...] | No
     if value is None:
         return (None,) * (count or 1)
     keys = (value,) if isinstance(value, (int, str)) else tuple(value)
-    if not keys or not all(isinstance(key, (int, str)) for key in keys):
-        raise TypeError(f"outputs: expected keys or positions, got {value!r}")
-    if count is None:
-        return (keys,)
-    return tuple((key,) for key in per_encoder("outputs", keys, count))
+    if not keys:
+        raise ValueError("outputs: expected keys or positions, got none")
+    return (keys,) if count is None else tuple((k,) for k in per_encoder("outputs", keys, count))
 
 
 def named_batches(

@@ -97,7 +97,7 @@ def take(batch: Any, rows: slice, of: int) -> Any:
     """Slice every leaf (views), in containers of the same types; the batch has `of` rows.
 
     Raises:
-        TypeError, ValueError: an object that makes rows did not return a tensor with as many.
+        ValueError: an object that makes rows did not return a tensor with as many.
     """
     return mapped(batch, lambda leaf: _taken(leaf, rows), of)
 
@@ -106,12 +106,11 @@ def _taken(leaf: Any, rows: slice) -> Any:
     part = leaf[rows]
     if isinstance(leaf, (Tensor, list, tuple)):
         return part
-    wanted = f"{type(leaf).__name__}[{rows.start}:{rows.stop}]"
-    if not isinstance(part, Tensor):
-        raise TypeError(f"batch: expected {wanted} to be a tensor, got {type(part).__name__}")
     count = rows.stop - rows.start
-    if part.ndim == 0 or len(part) != count:
-        raise ValueError(f"batch: expected {count} rows of {wanted}, got shape {(*part.shape,)}")
+    if not isinstance(part, Tensor) or part.shape[:1] != (count,):
+        got = f"shape {(*part.shape,)}" if isinstance(part, Tensor) else type(part).__name__
+        wanted = f"{type(leaf).__name__}[{rows.start}:{rows.stop}]"
+        raise ValueError(f"batch: expected {wanted} to be a tensor of {count} rows, got {got}")
     return part
 
 

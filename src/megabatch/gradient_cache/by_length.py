@@ -57,18 +57,17 @@ class SortedByLength:
 
         Raises:
             TypeError, ValueError: the tensors' shapes differ, or are not those of the lengths; a
-                tensor requires a gradient; a length is out of range; an `attention_mask` in the
-                batch has padding on the left.
+                length is out of range; an `attention_mask` in the batch has padding on the left.
         """
         columns = _columns(batch, lengths)
-        if isinstance(multiple, bool) or not isinstance(multiple, int) or multiple < 1:
+        if not isinstance(multiple, int) or multiple < 1:
             raise ValueError(f"multiple: expected an int of at least 1, got {multiple!r}")
         found = lengths.detach().cpu().to(torch.int64)
         if len(found) and not 1 <= int(found.min()) <= int(found.max()) <= columns:
             got = f"{int(found.min())} to {int(found.max())}"
             raise ValueError(f"lengths: expected 1 to {columns}, the number of columns, got {got}")
         for name, leaf in leaves(batch):
-            if name.endswith("['attention_mask']") and isinstance(leaf, Tensor):
+            if name.endswith("['attention_mask']"):
                 _check_padding(name, leaf, lengths)
         ordered, order = found.sort(descending=True, stable=True)
         widths = (-(-ordered // multiple) * multiple).clamp(max=columns)
@@ -119,37 +118,30 @@ def _columns(batch: Any, lengths: Tensor) -> int:
         raise TypeError(f"lengths: expected a tensor of integers (rows,), got {got!r}")
     columns: dict[int, str] = {}
     for name, leaf in leaves(batch):
-        if not isinstance(leaf, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(leaf).__name__}")
-        if leaf.requires_grad:
-            raise ValueError(f"{name}: it requires a gradient, which would be lost when sorted")
-        if leaf.ndim == 0 or len(leaf) != len(lengths):
-            shape = (*leaf.shape,)
-            raise ValueError(f"{name}: expected {len(lengths)} rows, as lengths has, got {shape}")
+        if not isinstance(leaf, Tensor) or leaf.shape[:1] != lengths.shape:
+            got = f"shape {(*leaf.shape,)}" if isinstance(leaf, Tensor) else type(leaf).__name__
+            raise ValueError(
+                f"{name}: expected a tensor of {len(lengths)} rows, as lengths has, got {got}"
+            )
         if leaf.ndim > 1:
             columns.setdefault(leaf.shape[1], name)
     if len(columns) != 1:
-        found = ", ".join(f"{name} with {count}" for count, name in columns.items())
-        raise ValueError(
-            f"batch: expected tensors with one number of columns, got {found or 'none'}"
-        )
+        got = ", ".join(f"{name} with {count}" for count, name in columns.items()) or "none"
+        raise ValueError(f"batch: expected tensors with one number of columns, got {got}")
     return next(iter(columns))
 
 
 def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
     """Check that no row begins with padding and has tokens where it is cut; waits for no device."""
-    if mask.ndim != 2 or not mask.numel() or mask.device.type not in ("cpu", lengths.device.type):
+    if mask.ndim != 2 or mask.device.type not in ("cpu", lengths.device.type):
         return
     present = mask != 0
     place = torch.arange(mask.shape[1], device=mask.device)
     behind = place >= lengths.to(mask.device)[:, None]
-    wrong = ~present[:, 0] & (present & behind).any(1)
-    if wrong.any():
-        row = int(wrong.int().argmax())
+    if (~present[:, 0] & (present & behind).any(1)).any():
         raise ValueError(
             f"{name}: expected padding on the right, as a sequence's first columns are kept, got "
-            f"it on the left in row {row}, which has tokens behind its first {int(lengths[row])} "
-            'columns (tokenizer.padding_side = "right")'
+            'it on the left (tokenizer.padding_side = "right")'
         )
 
 

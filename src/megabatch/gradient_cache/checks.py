@@ -17,8 +17,6 @@ from megabatch.ranks import all_gather_numbers, all_gather_values, global_ranks
 
 #: Training steps at whose beginning weights are compared; an update may take several steps.
 WEIGHTS_COMPARED = (2, 10)
-#: Parameters compared.
-PARAMETERS = 4
 #: Relative difference that sums of equal weights may have between different kinds of GPUs.
 TOLERANCE = 1e-9
 
@@ -49,34 +47,36 @@ def out_of_memory_on_all_ranks(call: str, group: Any) -> Iterator[None]:
         raise OutOfMemoryOnAllRanks(f"{call}: out of memory on rank {ranks}")
 
 
-def weights_differ(step: int, parameters: Iterable[tuple[str, Tensor]], group: Any) -> bool:
-    """Whether sums over a few parameters differ between ranks, of which the first warns.
+def weights_differ(step: int, parameters: Iterable[Tensor], group: Any) -> bool:
+    """Whether the sum over all elements of parameters, without their signs, differs between ranks.
 
-    `step`: its number, for the message; `parameters`: with names, in the same order on each rank.
+    The first of them warns. `step`: its number, for the message.
     """
-    known = [(name, p) for name, p in parameters if _is_replicated(p)]
-    places = {round(i * (len(known) - 1) / (PARAMETERS - 1)) for i in range(PARAMETERS)}
-    chosen = [known[i] for i in sorted(places)] if known else []
-    sums = [float(p.detach().sum(dtype=torch.float64)) for _, p in chosen]
-    (first, own), *others = zip(global_ranks(group), all_gather_values(sums, group), strict=True)
-    differences = [
-        (name, a, rank, b)
-        for rank, found in others
-        for (name, _), a, b in zip(chosen, own, found, strict=True)
-        if not (math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b)))
+    norms = [
+        torch.linalg.vector_norm(p.detach(), 1, dtype=torch.float64)
+        for p in parameters
+        if _is_replicated(p)
     ]
-    if differences and first == torch.distributed.get_rank():
-        name, a, rank, b = differences[0]
+    total = sum(map(float, norms))
+    (first, own), *others = zip(global_ranks(group), all_gather_values(total, group), strict=True)
+    differing = [
+        (rank, found)
+        for rank, found in others
+        if not math.isclose(found, own, rel_tol=TOLERANCE)
+        if not math.isnan(found) or not math.isnan(own)
+    ]
+    if differing and first == torch.distributed.get_rank():
+        rank, found = differing[0]
         warnings.warn(
-            f"GradientCache: the weights of the ranks differ at the beginning of step {step}: the "
-            f"elements of {name} add up to {a:.9g} on rank {first} and {b:.9g} on rank {rank}, a "
-            f"difference of {abs(a - b):.3g}. Nothing seems to average gradients over the ranks: "
-            "wrap each encoder, or the model that has them, in DistributedDataParallel or "
-            "fully_shard, and start all ranks from the same weights; or pass group='local' if "
-            "each rank is to train weights of its own",
+            f"GradientCache: the weights of the ranks differ at the beginning of step {step}: "
+            f"without their signs they add up to {own:.9g} on rank {first} and {found:.9g} on rank "
+            f"{rank}. Nothing seems to average gradients over the ranks: wrap each encoder, or the "
+            "model that has them, in DistributedDataParallel or fully_shard, and start all ranks "
+            "from the same weights; or pass group='local' if each rank is to train weights of its "
+            "own",
             stacklevel=4,
         )
-    return bool(differences)
+    return bool(differing)
 
 
 def _is_replicated(parameter: Tensor) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -83,7 +82,7 @@ class Encoding:
         self._watched: dict[int, Watched] = {}
         self._watch((f"parameter {name}", p) for name, p in self.parameters.items())
         self._batches = [Watched(k, t) for k, t in feed.watched.items() if not t.is_inference()]
-        self._buffers = possible_state(self.modules)
+        self.buffers = possible_state(self.modules)
         self._states: list[ForwardState] = []  # before each micro-batch
         self.micro_batches: list[MicroBatch] = []
         self.kept, self._only = 0, False
@@ -91,11 +90,6 @@ class Encoding:
         self.activations: dict[int, int] = {}
         self._check = check
         self._first: Outputs = {}  # of micro-batch 0, to be compared
-
-    @functools.cached_property
-    def frozen(self) -> FrozenParts:
-        """Parts that need not run in the second pass; searched for only if there is one."""
-        return FrozenParts(self.modules, self.devices)
 
     def divide(self, count: int, most: int, *, only: bool) -> None:
         """Add idle micro-batches up to `count`, and keep the graphs of the last `most`.
@@ -108,6 +102,9 @@ class Encoding:
         idle = MicroBatch(slice(self.feed.rows, self.feed.rows))
         self.micro_batches += [idle] * (count - len(self.micro_batches))
         self._only = only
+        # Of parts that need not run in the second pass, if there is one.
+        searched = self.modules if torch.is_grad_enabled() and not only else []
+        self._frozen = FrozenParts(searched, self.devices)
         possible = 0 if self._fsdp1 else count - bool(self.wrappers)
         self.kept = 1 if only else min(most, possible)
 
@@ -116,6 +113,11 @@ class Encoding:
         """The micro-batches without a graph that is kept."""
         return self.micro_batches[: len(self.micro_batches) - self.kept]
 
+    @property
+    def prepared(self) -> bool:
+        """Whether wrappers wait for the gradients of the only graph, which they will reduce."""
+        return self._only and bool(self.wrappers)
+
     def release(self) -> None:
         """Free the graphs that were kept, and features to be compared."""
         self.graphs, self._first = [], {}
@@ -123,16 +125,15 @@ class Encoding:
     def forward(self) -> None:
         """Encode all micro-batches: with a graph those to be kept, without one the others.
 
-        Before each of them the random state is saved for the second pass, unless autograd is off.
+        Before each of them the random state is saved for the second pass.
         """
-        encode = self._forward_one if torch.is_grad_enabled() else self._evaluate_one
         if self._only:
             self.wrappers.prepare()
         pieces = []
         feed = contextlib.closing(self.feed(self.micro_batches))
         with self.wrappers.synchronising(self._only), feed as fed:
             for i, (micro_batch, parts) in enumerate(zip(self.micro_batches, fed, strict=True)):
-                pieces.append(encode(i, micro_batch, parts))
+                pieces.append(self._forward_one(i, micro_batch, parts))
                 del parts
         if self._check is not None:
             self._first = pieces[0]
@@ -146,19 +147,10 @@ class Encoding:
                     f"GradientCache: {watched.name} of {self.name} was changed {by}: {advice}"
                 )
 
-    def state(self) -> ForwardState:
-        """The current state that the encoder's forward passes change."""
-        return ForwardState(self.devices, self._buffers)
-
-    def take_gradients(self, found: dict[int, Tensor | None]) -> None:
-        """Replace the outputs by their gradients, taken from those of all tensors, by their ids."""
-        # Prepared wrappers wait for all of their gradients, and would refuse the next step.
-        self.outputs.take_gradients(found, zeros=self._only and bool(self.wrappers))
-
     def backward_kept(self, sums: GradientSums) -> None:
         """Backpropagate through the graphs that were kept, and free one after the other."""
-        if self._only and self.wrappers:
-            return  # they synchronise, after all other backward passes
+        if self.prepared:
+            return  # after all other backward passes
         if not self.outputs.gradients:
             self.release()
         with self.wrappers.synchronising(False):
@@ -192,10 +184,6 @@ class Encoding:
 
     # These are functions so that a micro-batch's graph is freed when they return.
 
-    def _evaluate_one(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
-        with self._statistics_of(micro_batch):
-            return self.outputs.without_graph(self._encode(parts))
-
     def _forward_one(self, i: int, micro_batch: MicroBatch, parts: Parts) -> Outputs:
         keep = i >= len(self.encoded_twice)
         if i == len(self.encoded_twice):
@@ -203,15 +191,16 @@ class Encoding:
             torch.clear_autocast_cache()
         # Only the outputs of a function show whether it depends on a parameter: record empty graphs
         # until one does.
-        graph = keep or not self.requires_grad or (i == 0 and bool(self.frozen))
-        state = self.state()
+        shows = not self.requires_grad or (i == 0 and bool(self._frozen))
+        graph = torch.is_grad_enabled() and (keep or shows)
+        state = ForwardState(self.devices, self.buffers)
         self._states.append(state)
         before = allocated(self.devices)
-        frozen = contextlib.nullcontext() if self._only else self.frozen.recorded()
-        with self._statistics_of(micro_batch), torch.set_grad_enabled(graph), frozen:
+        statistics = keep_running_statistics(self.modules if micro_batch.idle else [])
+        with statistics, torch.set_grad_enabled(graph), self._frozen.recorded():
             outputs = self._encode(parts)
         if i == 0:
-            self._buffers = state.keep_updated()
+            self.buffers = state.keep_updated()
         if micro_batch.idle:  # its rows are no data, and leave no trace
             state.restore_buffers()
         if graph:
@@ -244,15 +233,11 @@ class Encoding:
         """Batches that are results of another graph."""
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
 
-    def _statistics_of(self, micro_batch: MicroBatch) -> contextlib.AbstractContextManager[None]:
-        """Keep an idle micro-batch's rows out of running statistics."""
-        return keep_running_statistics(self.modules if micro_batch.idle else [])
-
     def _backward_one(
         self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums
     ) -> None:
         before = allocated(self.devices)
-        with self.frozen.replayed(i):
+        with self._frozen.replayed(i):
             encoded = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
         if i == 0 and self._check is not None:

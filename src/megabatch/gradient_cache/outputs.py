@@ -163,7 +163,8 @@ class CachedOutputs:
     def take_gradients(self, found: dict[int, Tensor | None], *, zeros: bool) -> None:
         """Replace the outputs by their gradients, taken from those of all tensors, by their ids.
 
-        `zeros`: if no output got a gradient, all get zero.
+        `zeros`: if no output got a gradient, all get zero: DDP and FSDP2, which wait for theirs,
+        would refuse the next step.
         """
         cached, self.cached = self.cached, {}
         for key, tensor in cached.items():

@@ -20,7 +20,7 @@ from megabatch.gradient_cache.autograd import (
 from megabatch.gradient_cache.checks import PendingLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.offload import StepMemory
-from megabatch.gradient_cache.state import ForwardContext, cuda_devices
+from megabatch.gradient_cache.state import ForwardContext, ForwardState, cuda_devices
 from megabatch.ranks import all_gather_numbers, global_ranks
 from megabatch.torch_internals import graph_is_retained, parametrizations_not_cached
 
@@ -100,7 +100,8 @@ class Step:
         self.pending.backpropagated()
         self._begun = True
         sums = GradientSums(self.inputs, accumulated)
-        found = [encoding.state() for encoding in self.encodings]
+        buffers = [buffer for encoding in self.encodings for buffer in encoding.buffers]
+        state = ForwardState(self._devices, dict.fromkeys(buffers))
         try:
             with self._context.restored(), torch.enable_grad():
                 torch.clear_autocast_cache()  # casts from the first pass have no graph
@@ -112,8 +113,7 @@ class Step:
                     call_hooks_only_with_gradient(tensor)
             return results or [None]
         finally:
-            for state in found:
-                state.restore()
+            state.restore()
             self._release()
 
     def _agreed_memory(self, part: str) -> contextlib.AbstractContextManager[None]:
@@ -149,20 +149,12 @@ class Step:
         return self._aliases[value]
 
     def _check(self, all_accumulated: bool) -> None:
-        if self._begun:
+        # With create_graph, gradients are enabled here.
+        if self._begun or torch.is_grad_enabled() or graph_is_retained():
             raise RuntimeError(
-                "GradientCache: expected one backward pass of a loss, got a second one; call the "
-                "step again, or add losses up before loss.backward()"
-            )
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "GradientCache: create_graph=True is not possible: the second pass keeps no graph "
-                "to differentiate again"
-            )
-        if graph_is_retained():
-            raise RuntimeError(
-                "GradientCache: retain_graph=True is not possible: the step frees its graph when "
-                "it is backpropagated; call the step again for another backward pass"
+                "GradientCache: expected one backward pass of a loss, without retain_graph=True "
+                "and create_graph=True, as the step frees its graph in it; call the step again for "
+                "another one, or add losses up before loss.backward()"
             )
         for encoding in self.encodings:
             if encoding.direct and not all_accumulated:
@@ -193,7 +185,7 @@ class Step:
             sums.add(tensor, found[id(alias)])
         del loss, features, wanted, gradients
         for encoding in self.encodings:
-            encoding.take_gradients(found)
+            encoding.outputs.take_gradients(found, zeros=encoding.prepared)
         if any(encoding.encoded_twice for encoding in self.encodings) and self._wait_on_host():
             for encoding in self.encodings:
                 encoding.outputs.move_gradients_to_host()

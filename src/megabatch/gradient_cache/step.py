@@ -231,8 +231,8 @@ class GradientCache:
         call = f"GradientCache, {what} of {len(counts)} batches"
         table = all_gather_numbers(call, [*counts, *kept], self.group)
         if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
-            named = [(f"{k} of {e.name}", p) for e in encodings for k, p in e.parameters.items()]
-            self._weights_differ = weights_differ(self._steps, named, self.group)
+            parameters = (p for encoding in encodings for p in encoding.parameters.values())
+            self._weights_differ = weights_differ(self._steps, parameters, self.group)
         columns, n = [*zip(*table, strict=True)], len(counts)
         return [*map(max, columns[:n])], [*map(min, columns[n:])]
 
