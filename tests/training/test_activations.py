@@ -84,7 +84,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def memory_of(graphs: list[int], before: int) -> StepMemory:
     """With graphs of so many GiB, and so many in use before the second pass."""
-    return StepMemory({}, {"the model": [n * GIB for n in graphs]}, before * GIB)
+    return StepMemory({"the model": [n * GIB for n in graphs]}, before * GIB)
 
 
 @pytest.mark.usefixtures("gpu")
@@ -147,7 +147,7 @@ def test_shorter_texts_leave_room_for_more_micro_batches() -> None:
 
 
 def test_room_is_never_more_than_either_phase_leaves() -> None:
-    memory = StepMemory({}, {}, 20)
+    memory = StepMemory({}, 20)
     assert room_for_graphs(memory, graph=5, usable=100, peak=22) == 80
     assert room_for_graphs(memory, graph=5, usable=100, peak=60) == 45
 

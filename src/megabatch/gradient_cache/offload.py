@@ -16,28 +16,16 @@ BACKWARD = 2.0
 
 @dataclass
 class StepMemory:
-    """GPU memory of the steps so far in bytes, summed over their GPUs; 0 without any GPU.
+    """GPU memory of the last step in bytes, summed over its GPUs; 0 without any GPU.
 
     Attributes:
-        activations: for each encoder, by name, the largest graph of a micro-batch.
-        graphs: for each encoder, by name, the graphs of the last step's micro-batches.
-        peak_before_second_pass: the allocator's peak when the last second pass began, after the
-            first pass, the loss and the loss's backward pass.
+        graphs: for each encoder, by name, the graph of each micro-batch.
+        peak_before_second_pass: the allocator's peak when the second pass began, after the first
+            pass, the loss and the loss's backward pass.
     """
 
-    activations: dict[str, int] = field(default_factory=dict)
     graphs: dict[str, list[int]] = field(default_factory=dict)
     peak_before_second_pass: int = 0
-
-    def measured(self, encoder: str, graphs: Iterable[int]) -> None:
-        """Note the memory of each micro-batch's graph."""
-        self.graphs[encoder] = [*graphs]
-        largest = max(self.graphs[encoder], default=0)
-        self.activations[encoder] = max(largest, self.activations.get(encoder, 0))
-
-    def second_pass_begins(self, devices: Iterable[torch.device]) -> None:
-        """Note the peak so far."""
-        self.peak_before_second_pass = sum(map(torch.cuda.max_memory_allocated, devices))
 
     def fits(
         self, gradients: Iterable[Tensor], modules: Iterable[nn.Module], *, graphs: bool
@@ -47,16 +35,17 @@ class StepMemory:
         Not before the first second pass, whose memory is unknown. `graphs`: whether graphs of
         micro-batches are in memory already.
         """
-        sizes: dict[torch.device, int] = {}
+        held: dict[torch.device, int] = {}
         for gradient in gradients:
-            sizes[gradient.device] = sizes.get(gradient.device, 0) + gradient.nbytes
-        large = [device for device, n in sizes.items() if device.type == "cuda" and n >= SMALL]
-        if not large or not self.activations:
+            held[gradient.device] = held.get(gradient.device, 0) + gradient.nbytes
+        large = [device for device, n in held.items() if device.type == "cuda" and n >= SMALL]
+        largest = max((size for sizes in self.graphs.values() for size in sizes), default=0)
+        if not large or not self.graphs:
             return not large
         parameters = {p for module in modules for p in module.parameters(recurse=False)}
         # For a shard (DTensor), nbytes is that of the whole parameter, which FSDP needs.
         missing = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-        need = (BACKWARD - graphs) * max(self.activations.values()) + missing
+        need = (BACKWARD - graphs) * largest + missing
         return all(free(device) >= need for device in large)
 
 

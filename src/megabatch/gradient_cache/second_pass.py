@@ -201,7 +201,9 @@ class Step:
         return not self._memory.fits(gradients, modules, graphs=graphs)
 
     def _encode_again(self, sums: GradientSums) -> None:
-        self._memory.second_pass_begins(self._devices)
+        self._memory.peak_before_second_pass = sum(
+            map(torch.cuda.max_memory_allocated, self._devices)
+        )
         with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
             for encoding in self.encodings:
                 encoding.backward_kept(sums)
@@ -209,8 +211,8 @@ class Step:
         for i, encoding in enumerate(encodings):
             later = any(encoding.encoder is other.encoder for other in encodings[i + 1 :])
             encoding.backward(sums, synchronise=not later)
-            graphs = [size for _, size in sorted(encoding.activations.items())]
-            self._memory.measured(encoding.name, graphs)
+            sizes = encoding.activations
+            self._memory.graphs[encoding.name] = [sizes[i] for i in sorted(sizes)]
 
     def _release(self) -> None:
         """Free batches and graphs, though the caller may keep the loss."""

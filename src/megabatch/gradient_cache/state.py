@@ -147,27 +147,6 @@ class Watched:
         return not torch.equal(before.to(now), now)
 
 
-class SavedBuffer:
-    """A module's buffer with a copy of its value."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        """Copy it."""
-        self.module, self.name = module, name
-        self._tensor: Tensor = getattr(module, name)
-        self._value = self._tensor.detach().clone()
-
-    def changed(self) -> bool:
-        """Whether it has another value now; this waits for a GPU."""
-        return not torch.equal(getattr(self.module, self.name), self._value)
-
-    def restore(self) -> None:
-        """Undo changes, in place or by another tensor in its place."""
-        if getattr(self.module, self.name) is not self._tensor:
-            setattr(self.module, self.name, self._tensor)
-        with torch.no_grad():
-            self._tensor.copy_(self._value)
-
-
 class ForwardState:
     """The state that an encoder's forward passes change: random numbers, and buffers.
 
@@ -177,22 +156,30 @@ class ForwardState:
     def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
         """Save it; at first `buffers` are those of `possible_state`."""
         self._random = RandomState(devices)
-        self._buffers = [SavedBuffer(module, name) for module, name in buffers]
+        tensors = {buffer: getattr(*buffer) for buffer in buffers}
+        self._saved = {buffer: (t, t.detach().clone()) for buffer, t in tensors.items()}
 
     def keep_updated(self) -> list[Buffer]:
-        """Forget the buffers that have not changed since, and return the others."""
-        self._buffers = [buffer for buffer in self._buffers if buffer.changed()]
-        return [(buffer.module, buffer.name) for buffer in self._buffers]
+        """Forget buffers whose values are the same now, and return the others; waits for a GPU."""
+        self._saved = {
+            buffer: (tensor, value)
+            for buffer, (tensor, value) in self._saved.items()
+            if not torch.equal(getattr(*buffer), value)
+        }
+        return [*self._saved]
 
     def restore(self) -> None:
         """Make it the current state again."""
         self._random.restore()
         self.restore_buffers()
 
+    @torch.no_grad()
     def restore_buffers(self) -> None:
-        """Undo changes of buffers."""
-        for buffer in self._buffers:
-            buffer.restore()
+        """Undo changes of buffers, in place or by another tensor in their place."""
+        for buffer, (tensor, value) in self._saved.items():
+            if getattr(*buffer) is not tensor:
+                setattr(*buffer, tensor)
+            tensor.copy_(value)
 
 
 def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
