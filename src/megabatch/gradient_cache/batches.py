@@ -76,11 +76,7 @@ def named_tensors(batch: Any, name: str = "batch") -> dict[str, Tensor]:
 
 
 def batch_size(batches: Mapping[str, Any]) -> int:
-    """The number of rows, common to all leaves of the batches; names are for messages.
-
-    Raises:
-        ValueError: there is no tensor in any batch, or numbers of rows differ.
-    """
+    """The number of rows, common to all leaves of the batches; names are for messages."""
     size, first = 0, ""
     for name, leaf in itertools.chain.from_iterable(leaves(b, n) for n, b in batches.items()):
         if isinstance(leaf, Tensor) and leaf.ndim == 0:
@@ -94,11 +90,7 @@ def batch_size(batches: Mapping[str, Any]) -> int:
 
 
 def take(batch: Any, rows: slice, of: int) -> Any:
-    """Slice every leaf (views), in containers of the same types; the batch has `of` rows.
-
-    Raises:
-        ValueError: an object that makes rows did not return a tensor with as many.
-    """
+    """Slice every leaf (views), in containers of the same types; the batch has `of` rows."""
     return mapped(batch, lambda leaf: _taken(leaf, rows), of)
 
 

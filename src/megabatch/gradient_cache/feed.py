@@ -47,12 +47,7 @@ class Feed:
         keywords: Collection[str] = (),
         device: torch.device | None = None,
     ) -> None:
-        """`name`: of the encoder, for messages; `keywords`: names of batches passed by keyword.
-
-        Raises:
-            ValueError: numbers of rows differ; there are several batches, and one that is sorted by
-                length does not name its outputs.
-        """
+        """`name`: of the encoder, for messages; `keywords`: names of batches passed by keyword."""
         self.name = name
         self._sorted = {k: b for k, b in batches.items() if isinstance(b, SortedByLength)}
         if len(batches) > 1 and not all(batch.outputs for batch in self._sorted.values()):

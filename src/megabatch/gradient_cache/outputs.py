@@ -46,12 +46,7 @@ class CachedOutputs:
         self._empty: Any = None  # of the class that reaches the loss as one object
 
     def read(self, output: Any) -> Outputs:
-        """Return the tensors that are to be cached, of what the encoder returned.
-
-        Raises:
-            TypeError: one of them is neither a tensor nor None.
-            ValueError: a wanted one is missing.
-        """
+        """Return the tensors that are to be cached, of what the encoder returned."""
         if isinstance(output, Tensor):
             output = (output,)
         if isinstance(output, Mapping):
@@ -72,10 +67,10 @@ class CachedOutputs:
                 present = ", ".join(map(repr, items))
                 raise ValueError(f"outputs: expected {self._name} to return {key!r}, got {present}")
             if not isinstance(items[key], (Tensor, type(None))):
+                got = type(items[key]).__name__
                 raise TypeError(
-                    f"encoders: output {key!r} of {self._name} is of type "
-                    f"{type(items[key]).__name__}, expected a tensor or None (outputs= names those "
-                    "that are to be cached)"
+                    f"encoders: expected output {key!r} of {self._name} to be a tensor or None, "
+                    f"got {got} (outputs= names those that are to be cached)"
                 )
         return {key: items[key] for key in wanted}
 
@@ -91,11 +86,7 @@ class CachedOutputs:
     def join(
         self, pieces: list[Outputs], micro_batches: Sequence[MicroBatch], *, requires_grad: bool
     ) -> None:
-        """Cache the outputs of all micro-batches, as leaves that get a gradient where they can.
-
-        Raises:
-            ValueError: an output is neither per sample nor shared by all samples.
-        """
+        """Cache the outputs of all micro-batches, as leaves that get a gradient where they can."""
         if any(piece.keys() != pieces[0].keys() for piece in pieces):
             raise ValueError(f"encoders: {self._name} gave different outputs for two micro-batches")
         for key in pieces[0]:
@@ -161,10 +152,10 @@ class CachedOutputs:
         return [t for t in self.cached.values() if t is not None and t.requires_grad]
 
     def take_gradients(self, found: dict[int, Tensor | None], *, zeros: bool) -> None:
-        """Replace the outputs by their gradients, taken from those of all tensors, by their ids.
+        """Replace the outputs by their gradients, which are given by ids of tensors.
 
-        `zeros`: if no output got a gradient, all get zero: DDP and FSDP2, which wait for theirs,
-        would refuse the next step.
+        `zeros`: if there is none, all are zero: DDP and FSDP2, which wait for theirs, would refuse
+        the next step.
         """
         cached, self.cached = self.cached, {}
         for key, tensor in cached.items():

@@ -160,9 +160,9 @@ class Step:
             if encoding.direct and not all_accumulated:
                 raise RuntimeError(
                     "GradientCache: torch.autograd.grad and inputs= are not possible here: "
-                    f"{encoding.name} has gradients that go to .grad in each micro-batch (of "
-                    "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a "
-                    "parameter that cannot be found); call loss.backward()"
+                    f"gradients of {encoding.name} go to .grad in each micro-batch (with "
+                    "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a parameter "
+                    "that is out of sight); call loss.backward()"
                 )
             if encoding.requires_grad:
                 encoding.check_unchanged(*_BETWEEN, batches=True)
@@ -225,11 +225,7 @@ class Step:
 def loss_of(
     encodings: list[Encoding], function: Callable[..., Any], keywords: Mapping[str, Any]
 ) -> Tensor:
-    """The loss of the cached outputs, shape ().
-
-    Raises:
-        TypeError, ValueError: it is not one number.
-    """
+    """The loss of the cached outputs, shape ()."""
     args: list[Any] = []
     outputs: dict[str, Any] = {}
     for encoding in encodings:
