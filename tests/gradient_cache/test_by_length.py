@@ -202,7 +202,7 @@ def test_several_processes(world: World) -> None:
     [
         ({"lengths": LENGTHS - 1}, ValueError, "lengths: expected 1 to 30.* got 0 to 29"),
         ({"lengths": LENGTHS + 1}, ValueError, "lengths: expected 1 to 30.* got 2 to 31"),
-        ({"lengths": LENGTHS[:6]}, ValueError, "batch: expected 6 rows, as lengths has"),
+        ({"lengths": LENGTHS[:6]}, ValueError, "batch: expected a tensor of 6 rows, as len"),
         ({"lengths": LENGTHS.float()}, TypeError, "lengths: expected a tensor of integers"),
         ({"lengths": [3, 4]}, TypeError, r"lengths: expected .* got \[3, 4\]"),
         ({"multiple": 0}, ValueError, "multiple: expected an int of at least 1, got 0"),
@@ -212,8 +212,7 @@ def test_several_processes(world: World) -> None:
             ValueError,
             r"one number of columns, got batch\['x'\] with 30, batch\['y'\] with 8",
         ),
-        ({"batch": torch.rand(7, 30).requires_grad_()}, ValueError, "batch: it requires a grad"),
-        ({"batch": [b"raw", range(7)]}, TypeError, r"batch\[1\]: expected a tensor, got range"),
+        ({"batch": [b"raw", range(7)]}, ValueError, r"batch\[1\]: .* of 7 rows, .*got range"),
     ],
 )
 def test_wrong_arguments(change, error, message):
@@ -225,7 +224,7 @@ def test_wrong_arguments(change, error, message):
 def test_padding_on_the_left_is_refused():
     """A row's tokens would be cut, and its padding kept."""
     left = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0]])
-    message = r"batch\['attention_mask'\]: expected padding on the right.*in row 1.*first 2 columns"
+    message = r"batch\['attention_mask'\]: expected padding on the right"
     with pytest.raises(ValueError, match=message):
         SortedByLength({"input_ids": left, "attention_mask": left}, left.sum(1))
     right = left.sort(descending=True).values
@@ -245,10 +244,10 @@ def test_sorted_outputs_must_be_named():
         message = f"'{wrong}' of a SortedByLength is not a per-sample output of the model"
         with pytest.raises(ValueError, match=message):
             GradientCache(model, ClipLoss(), 100)(images, texts)
-        with pytest.raises(ValueError, match=r"'text_features' .*, which no SortedByLength names"):
+        with pytest.raises(ValueError, match=r"'text_features' .*SortedByLength names those"):
             step(images, texts)
     both = SortedByLength(tokens, LENGTHS, outputs=["text_features", "image_features"])
-    with pytest.raises(ValueError, match=r"'image_features' .*, which outputs= of batch 1 na"):
+    with pytest.raises(ValueError, match=r"'image_features' .*SortedByLength names those"):
         step(images, both)
     partial = functools.partial(model, images)  # one batch: all of its outputs
     with pytest.raises(ValueError, match="has shape"):

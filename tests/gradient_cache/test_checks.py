@@ -50,31 +50,19 @@ def warnings_of_training(
     return seen_in(train, "ranks differ")
 
 
-@on_processes(2, 3)
+@on_processes(2)
 def test_one_warning_of_encoders_that_are_not_synchronised(world: World) -> None:
-    messages = warnings_of_training(world)
-    assert len(messages) == (world.rank == 0)
-    for message in messages:
-        assert "at the beginning of step 2" in message
-        assert "layers.0.weight of encoder 0 add up to" in message
-        assert "on rank 0 and" in message
-        assert "on rank 1, a difference of" in message
-        assert "DistributedDataParallel" in message
-
-
-@on_processes(2)
-def test_the_tenth_step_warns_under_accumulation(world: World) -> None:
-    messages = warnings_of_training(world, every=4)
-    assert len(messages) == (world.rank == 0)
-    assert all("step 10" in message for message in messages)
-
-
-@on_processes(2)
-def test_functions_as_encoders(world: World) -> None:
-    def encoders(tower):
+    def functions(tower):
         return lambda x: tower(x), functools.partial(tower)
 
-    assert len(warnings_of_training(world, encoders=encoders)) == (world.rank == 0)
+    for step, options in ((2, {}), (2, {"encoders": functions}), (10, {"every": 4})):
+        messages = warnings_of_training(world, **options)
+        assert len(messages) == (world.rank == 0)
+        for message in messages:
+            assert f"at the beginning of step {step}" in message
+            assert "they add up to" in message
+            assert "on rank 0 and" in message
+            assert "on rank 1. Nothing" in message
 
 
 def average(model):
@@ -95,35 +83,27 @@ def test_no_warning_if_weights_stay_the_same(world: World) -> None:
         assert warnings_of_training(world, make) == []
     assert warnings_of_training(world, synchronise=average) == []
     assert warnings_of_training(world, synchronise=average, every=2) == []
+    assert warnings_of_training(world, group="local") == []  # compares nothing
 
 
-@on_processes(2)
-def test_a_local_group_compares_nothing(world: World) -> None:
-    assert warnings_of_training(world, group="local") == []
-
-
-def differ(parameters):
-    """Whether parameters by name are found to differ over the ranks."""
-    return weights_differ(2, parameters.items(), None)
+def differ(*parameters):
+    return weights_differ(2, parameters, None)
 
 
 @on_processes(2)
 def test_the_parameters_that_are_compared(world: World) -> None:
-    """The last of any number is; shards are not; NaN equals NaN."""
-    for count in (1, 2, 4, 5, 100):
-        same = {f"p{i}": nn.Parameter(torch.tensor([math.nan, i])) for i in range(count)}
-        assert not differ(same)
-        other = same | {f"p{count - 1}": nn.Parameter(torch.tensor([1.0 * world.rank]))}
-        with warnings.catch_warnings(record=True) as seen:
-            warnings.simplefilter("always")
-            assert differ(other)
-        assert len(seen) == (world.rank == 0)
-        assert all(f"the elements of p{count - 1} add up to" in str(w.message) for w in seen)
+    """Any of them; shards are not; NaN equals NaN."""
+    same = [nn.Parameter(torch.tensor([math.nan, 1.0])), nn.Parameter(torch.ones(2))]
+    assert not differ(*same)
+    for count in (1, 5):
+        others = [nn.Parameter(torch.ones(i + 1)) for i in range(count)]
+        assert not differ(*others)
+        assert differ(*others, nn.Parameter(torch.tensor([1.0 * world.rank])))
     torch.manual_seed(world.rank)
     mesh = init_device_mesh("cpu", (world.size,))
     for shard in (lambda tower: fully_shard(tower, mesh=mesh), sharded_by_fsdp1):
-        assert not differ(dict(shard(Tower().float()).named_parameters()))
-    assert differ(dict(Tower().named_parameters()))
+        assert not differ(*shard(Tower().float()).parameters())
+    assert differ(*Tower().parameters())
 
 
 class OwnGenerator(Tower):

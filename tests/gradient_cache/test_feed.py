@@ -134,23 +134,18 @@ def test_ctrl_c_in_an_encoder_ends_the_thread():
 
 
 @pytest.mark.parametrize(
-    ("made", "error", "message"),
-    [
-        (lambda rows: [1.0], TypeError, r"Rows\[0:3\] to be a tensor, got list"),
-        (lambda rows: torch.ones(2, WIDTH), ValueError, r"3 rows of Rows\[0:3\], got shape \(2, 5"),
-    ],
+    ("made", "got"), [([1.0], "list"), (torch.ones(2, WIDTH), r"shape \(2, 5\)")]
 )
-def test_rows_of_a_wrong_type_or_shape(made, error, message):
+def test_rows_of_a_wrong_type_or_shape(made, got):
     class Rows:
         def __len__(self):
             return BATCH
 
         def __getitem__(self, rows):
-            return made(rows)
+            return made
 
-    towers = (Tower(), Tower())
-    with pytest.raises(error, match=message):
-        GradientCache(towers, clip_loss, 3, device="cpu")(Rows(), pairs()[1]).backward()
+    with pytest.raises(ValueError, match=rf"Rows\[0:3\] to be a tensor of 3 rows, got {got}"):
+        GradientCache((Tower(), Tower()), clip_loss, 3, device="cpu")(Rows(), pairs()[1])
     assert not feeding()
 
 

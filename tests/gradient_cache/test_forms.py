@@ -148,30 +148,11 @@ def test_the_loss_gets_a_mapping_of_the_models_class(kind, size):
 @pytest.mark.parametrize("kind", [dict, lambda **items: MappingProxyType(items)])
 def test_outputs_of_a_dict_by_name(kind):
     model, batches = HuggingFaceLike(kind), pairs()
-
-    def loss(image_embeds, text_embeds, scale):
-        return clip_loss(image_embeds, text_embeds, scale)
-
-    step = GradientCache(model, loss, 3, outputs=WANTED)
-    assert_same(
-        lambda: step(*batches),
-        lambda: clip_loss(*(model(*batches)[name] for name in WANTED)),
-        model,
+    step = GradientCache(
+        model, lambda **named: clip_loss(*(named[name] for name in WANTED)), 3, outputs=WANTED
     )
-
-
-def test_a_batch_keeps_its_class():
-    tower, (x, y) = Tower(), pairs()
-
-    def encode(batch):
-        assert type(batch) is TwoTowersOutput
-        assert (batch.text_embeds, batch["image_embeds"]) == (None, batch.image_embeds)
-        return tower(batch.image_embeds)
-
-    batches = [TwoTowersOutput(image_embeds=batch) for batch in (x, y)]
-    step = GradientCache((encode, encode), clip_loss, 3)
-    assert_same(lambda: step(*batches), lambda: clip_loss(tower(x), tower(y)), tower)
-    assert batches[0].image_embeds is x
+    plain = lambda: clip_loss(*(model(*batches)[name] for name in WANTED))  # noqa: E731
+    assert_same(lambda: step(*batches), plain, model)
 
 
 def test_outputs_of_a_tuple_by_position():
@@ -199,7 +180,6 @@ def test_one_output_of_each_encoder(outputs):
     ("options", "error", "message"),
     [
         ({"micro_batch_size": 0}, ValueError, "micro_batch_size.*got 0"),
-        ({"micro_batch_size": True}, TypeError, "micro_batch_size.*bool"),
         ({"micro_batch_size": (2, 3, 4)}, ValueError, "one per encoder, 2, got 3"),
         ({"micro_batch_size": (2, 0)}, ValueError, "at least 1, got 0"),
         ({"micro_batch_size": (2, 1.5)}, TypeError, "expected an int, got float"),
@@ -211,15 +191,13 @@ def test_one_output_of_each_encoder(outputs):
         ({"encoders": (abs, 3)}, TypeError, "encoders.*int"),
         ({"encoders": "model"}, TypeError, "encoders.*str"),
         ({"loss": None}, TypeError, "loss.*NoneType"),
-        ({"scaler": None}, TypeError, "unexpected keyword argument 'scaler'"),
         ({"group": "world"}, TypeError, "group.*world"),
         ({"feature_dtype": "bfloat16"}, TypeError, "feature_dtype"),
-        ({"feature_dtype": torch.int64}, ValueError, "feature_dtype"),
+        ({"feature_dtype": torch.int64}, TypeError, "feature_dtype"),
         ({"input_names": "query"}, TypeError, "input_names: expected a sequence of strings"),
         ({"input_names": ["query"]}, ValueError, "input_names: expected one per encoder, 2"),
         ({"outputs": ["a", "b", "c"]}, ValueError, "outputs: expected one, or one per encoder, 2"),
-        ({"outputs": [1.5]}, TypeError, r"outputs: expected keys or positions, got \[1.5\]"),
-        ({"outputs": []}, TypeError, "outputs: expected keys"),
+        ({"outputs": []}, ValueError, "outputs: expected keys"),
     ],
 )
 def test_bad_arguments(options, error, message):
@@ -249,7 +227,7 @@ def test_bad_calls():
     with pytest.raises(ValueError, match=r"the model to return 'text', got 'image_features', 't"):
         step(x, y)
     step = GradientCache(HuggingFaceLike(dict), clip_loss, 3)
-    with pytest.raises(TypeError, match=r"'vision'.*ModelOutput.*\(outputs= names those"):
+    with pytest.raises(TypeError, match=r"'vision'.*ModelOutput \(outputs= names those"):
         step(x, y)
 
 
@@ -267,14 +245,15 @@ def test_nested_batches_keep_their_types():
     def encode_text(batch):
         assert isinstance(batch, Encoding)
         assert batch.mask is None
-        return tower(batch.input_ids) * batch["more"]["weight"].unsqueeze(1)
+        assert type(batch["more"]) is TwoTowersOutput
+        return tower(batch.input_ids) * batch["more"].scale.unsqueeze(1)
 
     def encode_image(batch):
         assert isinstance(batch, Point)
         return tower(batch.first) + tower(batch.second[0])
 
     x, y = pairs()
-    texts = Encoding(input_ids=x, mask=None, more={"weight": torch.rand(BATCH)})
+    texts = Encoding(input_ids=x, mask=None, more=TwoTowersOutput(scale=torch.rand(BATCH)))
     images = Point(y, [x + y])
     step = GradientCache((encode_text, encode_image), clip_loss, 3)
     assert_same(
@@ -282,7 +261,7 @@ def test_nested_batches_keep_their_types():
         lambda: clip_loss(encode_text(texts), encode_image(images)),
         tower,
     )
-    assert len(texts.input_ids) == BATCH  # the caller's batch is untouched
+    assert texts.input_ids is x  # the caller's batch is untouched
 
 
 class OfKeywords(Tower):
@@ -290,14 +269,12 @@ class OfKeywords(Tower):
         return super().forward(inputs * mask[:, None])
 
 
-@pytest.mark.parametrize("kind", [dict, Encoding])
 @pytest.mark.parametrize("wrap", [lambda tower: tower, torch.nn.DataParallel])
-def test_an_encoder_that_takes_keywords_is_shown_how_to_take_a_mapping(kind, wrap):
+def test_an_encoder_that_takes_keywords_is_shown_how_to_take_a_mapping(wrap):
     tower = OfKeywords()
-    x, y = pairs()
-    batches = [kind(inputs=inputs, mask=torch.rand(BATCH)) for inputs in (x, y)]
+    batches = [Encoding(inputs=inputs, mask=torch.rand(BATCH)) for inputs in pairs()]
     step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 3)
-    message = rf"encoder 0 raised \w+ for a {kind.__name__} as one .* model\(\*\*batch\)"
+    message = r"encoder 0 failed for a mapping as one argument .* model\(\*\*batch\)"
     with pytest.raises(TypeError, match=message) as raised:
         step(*batches)
     assert raised.value.__cause__ is not None
@@ -306,17 +283,14 @@ def test_an_encoder_that_takes_keywords_is_shown_how_to_take_a_mapping(kind, wra
         lambda: step(*batches), lambda: clip_loss(*(tower(**batch) for batch in batches)), tower
     )
 
+    def broken(batch):
+        raise AttributeError("my own")
 
-@pytest.mark.parametrize("error", [TypeError, AttributeError, ValueError])
-def test_errors_of_an_encoder_that_takes_a_mapping_are_its_own(error):
-    def encode(batch):
-        raise error("my own")
-
-    with pytest.raises(error, match="my own"):
-        GradientCache((encode, Tower()), clip_loss, 3)({"inputs": pairs()[0]}, pairs()[1])
+    with pytest.raises(AttributeError, match="my own"):
+        GradientCache((broken, tower), clip_loss, 3)(*batches)
 
 
-@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", [list, tuple])
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_lists_with_an_item_for_each_row_are_divided(kind, size, device):
@@ -356,7 +330,11 @@ def test_lists_with_an_item_for_each_row_are_divided(kind, size, device):
             ValueError,
             r"batch 1\['a'\]\[1\]: expected 2 rows as in batch 1\['a'\]\[0\], got 3",
         ),
-        ((torch.ones(0, 5), torch.ones(0, 5)), ValueError, "batch 0.*at least one row.*got 0"),
+        (
+            (torch.ones(0, 5), torch.ones(0, 5)),
+            ValueError,
+            "batches: .*at least one row of encoder 0.*got 0",
+        ),
         ((torch.ones(4, 5), {}), ValueError, "batch 1.*got none"),
         ((torch.ones(4, 5), torch.tensor(1.0)), ValueError, r"batch 1.*shape \(\)"),
         ((torch.ones(4, 5), ["a", "b"]), ValueError, "batch 1: expected tensors, got none"),
