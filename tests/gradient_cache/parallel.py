@@ -81,10 +81,8 @@ def batches_of(rank, sizes, seed=1):
     return [batch.split(sizes)[rank] for batch in whole], whole
 
 
-def sizes_of(world):
-    """Equal, unequal and empty shards."""
-    several = [[4] * world.size, [5, 1, 3][: world.size]]
-    return several + ([[0, 5, 2][: world.size], [3, 0, 0][: world.size]] if world.size > 1 else [])
+#: Shards of two ranks: equal, unequal and empty ones.
+SHARDS = ([4, 4], [5, 1], [0, 5])
 
 
 def under_ddp(model):

@@ -292,17 +292,18 @@ def test_everything_that_a_forward_pass_depends_on():
     assert encoder.layer.training
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
 @pytest.mark.parametrize("where", ["inside", "outside", "under no_grad"])
-def test_backward_inside_or_outside_autocast_gives_the_same(where):
-    """The second pass does not reuse casts that an evaluation cached without a graph."""
+def test_backward_inside_or_outside_autocast_gives_the_same(where, kept):
+    """Neither pass reuses casts of weights that were cached without a graph."""
     towers = nn.ModuleList([Tower(), Tower()]).float()
     batches = [x.float() for x in pairs()]
     step = GradientCache(tuple(towers), clip_loss, 3)
     with torch.autocast("cpu", torch.bfloat16):
         step(*batches).backward()
-    wanted = gradients(towers)
-    towers.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
+        wanted = gradients(towers)
+        towers.zero_grad()
+        step.kept_micro_batches = kept
         value = step(*batches)
         with torch.no_grad():
             towers[0](batches[0])
@@ -311,7 +312,8 @@ def test_backward_inside_or_outside_autocast_gives_the_same(where):
     if where != "inside":
         with torch.set_grad_enabled(where == "outside"):
             value.backward()
-    assert all(torch.equal(a, b) for a, b in zip(gradients(towers), wanted, strict=True))
+    for gradient, expected in zip(gradients(towers), wanted, strict=True):
+        assert (gradient - expected).norm() <= (0.01 if kept else 0) * expected.norm()
 
 
 def test_a_default_device_that_was_reset():
