@@ -147,35 +147,39 @@ class GradientSums:
         self,
         outputs: Sequence[Tensor],
         upstream: Sequence[Tensor],
-        tensors: Sequence[Tensor],
-        others: Sequence[Tensor] = (),
+        tensors: Iterable[Tensor],
+        wanted: Sequence[Tensor] = (),
     ) -> list[Tensor | None]:
         """Backpropagate through the graph of `outputs`, and add the gradients of `tensors`.
 
         Returns:
-            The gradients of `others`, None for those that got none.
+            The gradients of `wanted`, None for those that got none.
         """
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        known = [tensor for tensor in tensors if tensor.is_leaf and tensor in self]
+        others = [tensor for tensor in tensors if not (tensor.is_leaf and tensor in self)]
         with contextlib.ExitStack() as stack:
-            for leaf in tensors:
-                if leaf.is_leaf:
-                    stack.enter_context(_only_hook(leaf, functools.partial(self._take, leaf)))
+            for leaf in known:
+                stack.enter_context(_only_hook(leaf, functools.partial(self._take, leaf)))
             gradients = torch.autograd.grad(
-                outputs, [*tensors, *others], upstream, allow_unused=True
-            )
-        for tensor, gradient in zip(tensors, gradients, strict=False):
-            if not tensor.is_leaf:
-                self.add(tensor, gradient)
-        return list(gradients[len(tensors) :])
+                outputs, [*known, *others, *wanted], upstream, allow_unused=True
+            )[len(known) :]
+        for tensor, gradient in zip(others, gradients, strict=False):
+            self.add(tensor, gradient)
+        return list(gradients[len(others) :])
 
     def add(self, tensor: Tensor, gradient: Tensor | None) -> None:
-        """Add a gradient of one of the inputs."""
-        if gradient is None:
+        """Add a gradient: of anything else than the inputs to `.grad`."""
+        if gradient is None or tensor not in self:
+            add_to_grad(tensor, gradient)
             return
         key = id(tensor)
         total = tensor.grad if key in self._in_place else self._sums.get(key)
-        if total is None:  # the gradient may be shared (of a + b) or expanded
-            total = _copy(gradient, tensor)
+        if total is None and _is_plain(gradient) and tensor.layout is torch.strided:
+            # The gradient may be shared (of a + b) or expanded. In this layout autograd takes it.
+            total = torch.empty_like(tensor, dtype=gradient.dtype).copy_(gradient)
+        elif total is None:
+            total = gradient.clone()
         elif _is_plain(total):
             total.add_(gradient)
         else:
@@ -202,13 +206,6 @@ def _zero(like: Tensor) -> Tensor:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether the tensor is neither sparse nor of a subclass such as DTensor."""
     return type(tensor) is Tensor and tensor.layout is torch.strided
-
-
-def _copy(gradient: Tensor, like: Tensor) -> Tensor:
-    """Copy the gradient in the layout that `.grad` should have, so that autograd takes it over."""
-    if not (_is_plain(gradient) and like.layout is torch.strided):
-        return gradient.clone()
-    return torch.empty_like(like, dtype=gradient.dtype).copy_(gradient)
 
 
 @contextlib.contextmanager

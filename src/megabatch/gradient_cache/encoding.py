@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.autograd import GradientSums, add_to_grad, reached_from
+from megabatch.gradient_cache.autograd import GradientSums, reached_from
 from megabatch.gradient_cache.by_length import MicroBatch
 from megabatch.gradient_cache.checks import PassesCheck
 from megabatch.gradient_cache.feed import Feed, Parts
@@ -224,7 +224,8 @@ class Encoding:
         known = {id(tensor) for tensor in self.inputs}
         leaves, reentrant = reached_from(tensors, self._graph_inputs())
         # Other leaves are of one micro-batch: PEFT lets embeddings' outputs require a gradient.
-        hidden = [leaf for leaf in _parameters(leaves.values()) if id(leaf) not in known]
+        parameters = (leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter))
+        hidden = [parameter for parameter in parameters if id(parameter) not in known]
         self.inputs += hidden
         self._hidden_parameters |= bool(hidden)
         self.direct |= bool(hidden) or reentrant
@@ -254,22 +255,19 @@ class Encoding:
             return
         graph_inputs = self._graph_inputs()
         leaves, reentrant = reached_from(outputs, graph_inputs)
-        known = [leaf for leaf in leaves.values() if leaf in sums]
-        others = [leaf for leaf in leaves.values() if leaf not in sums]
-        hidden = _parameters(others)
-        watched = _parameters(leaves.values()) if self.direct else hidden
+        parameters = [leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter)]
+        hidden = [parameter for parameter in parameters if parameter not in sums]
+        watched = parameters if self.direct else hidden
         self._watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in watched)
         self.check_unchanged(*_BY_HOOK, batches=False)
-        if self.direct or reentrant or hidden:
-            if len(self.micro_batches) > 1 and not self.wrappers:
-                check_ddp_around(self.name, self._ddp_around)
-            if last and not reentrant:
-                self.wrappers.check_all_used(self.name, leaves)
-            torch.autograd.backward(outputs, upstream)
+        if not (self.direct or reentrant or hidden):
+            sums.add_from(outputs, upstream, [*leaves.values(), *graph_inputs])
             return
-        gradients = sums.add_from(outputs, upstream, [*known, *graph_inputs], others)
-        for leaf, gradient in zip(others, gradients, strict=True):
-            add_to_grad(leaf, gradient)
+        if len(self.micro_batches) > 1 and not self.wrappers:
+            check_ddp_around(self.name, self._ddp_around)
+        if last and not reentrant:
+            self.wrappers.check_all_used(self.name, leaves)
+        torch.autograd.backward(outputs, upstream)
 
     def _watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         for name, parameter in parameters:
@@ -292,7 +290,3 @@ class Encoding:
                 "encoder: lambda batch: model(**batch).pooler_output (or another output)"
             ) from error
         return self.outputs.read(output)
-
-
-def _parameters(leaves: Iterable[Tensor]) -> list[nn.Parameter]:
-    return [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
