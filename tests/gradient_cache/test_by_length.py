@@ -171,6 +171,24 @@ def test_nested_batches_are_cut_and_sorted_together():
     torch.testing.assert_close(found[0], encode(batch))
 
 
+def test_a_batch_that_requires_a_gradient_gets_it():
+    layer, x = nn.Linear(6, 4), nn.Parameter(torch.rand(ROWS, COLUMNS, 6))
+    present = (torch.arange(COLUMNS) < LENGTHS[:, None]).unsqueeze(2)
+
+    def encode(batch):
+        return layer((batch["x"] * batch["present"]).sum(1))
+
+    step = GradientCache((encode,), lambda y: y.square().sum(), 3)
+    batch = {"x": x, "present": present}
+    holder = nn.ParameterList([x])
+    assert_same(
+        lambda: step(SortedByLength(batch, LENGTHS)),
+        lambda: encode(batch).square().sum(),
+        layer,
+        holder,
+    )
+
+
 def test_a_batch_changed_in_place_is_named():
     tower, (_, tokens) = made(Texts), batches()
     loss = GradientCache((tower,), lambda x: x.sum(), 3)(SortedByLength(tokens, LENGTHS))

@@ -160,9 +160,10 @@ class CachedOutputs:
         cached, self.cached = self.cached, {}
         for key, tensor in cached.items():
             gradient, by_length = found.pop(id(tensor), None), self._feed.sorted_by(key)[1]
+            if gradient is not None and by_length and key in self.per_sample:
+                gradient = by_length.in_own_order(gradient)
             if gradient is not None:
-                ordered = by_length is not None and key in self.per_sample
-                self.gradients[key] = by_length.in_own_order(gradient) if ordered else gradient
+                self.gradients[key] = gradient
         if zeros and not self.gradients:
             tensors = ((key, tensor) for key, tensor in cached.items() if tensor is not None)
             self.gradients = {key: torch.zeros_like(tensor) for key, tensor in tensors}
