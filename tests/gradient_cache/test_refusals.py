@@ -4,6 +4,7 @@ import contextlib
 import functools
 import random
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     WIDTH,
     Checkpointed,
+    HiddenTower,
     Tower,
     TwoTowers,
     assert_same,
@@ -98,6 +100,26 @@ def test_an_encoder_without_a_second_pass_may_change():
         parameter.mul_(2)
     loss.backward()
     assert all(gradient is not None for gradient in gradients(student))
+
+
+class Holder:
+    """An object that hides a model two objects deep."""
+
+    def __init__(self, model):
+        self.parts = SimpleNamespace(model=model)
+
+    def encode(self, x):
+        return self.parts.model(x)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_parameter_that_is_out_of_sight(size):
+    """A wrapper might be, too, which would reduce gradients in each micro-batch."""
+    tower = with_gradients(Tower())
+    for encoder in (Holder(tower).encode, HiddenTower(tower)):
+        step = made((encoder, Tower()), clip_loss, size)
+        with refused(tower, r"encoder 0 uses a parameter of shape \(\d, \d\) that is in no module"):
+            step(*pairs()).backward()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -10,7 +10,6 @@ from tests.gradient_cache.towers import (
     DIMS,
     MICRO_BATCH_SIZES,
     WIDTH,
-    HiddenTower,
     Tower,
     TwoTowers,
     assert_same,
@@ -120,13 +119,11 @@ def test_a_frozen_tower_runs_once(of):
     assert tower.graph_recorded[1:] == [not module, False, False] + [True] * 3
 
 
-def test_a_partly_frozen_tower_and_hidden_parameters():
-    towers = nn.ModuleList([Tower(), Tower()])
+def test_a_partly_frozen_tower():
+    towers, (x, y) = nn.ModuleList([Tower(), Tower()]), pairs()
     towers[0].layers[0].requires_grad_(False)
-
-    (x, y), encoders = pairs(), (towers[0], HiddenTower(towers[1]))
-    step = GradientCache(encoders, clip_loss, 3)
-    assert_same(lambda: step(x, y), lambda: clip_loss(encoders[0](x), encoders[1](y)), towers)
+    step = GradientCache(towers, clip_loss, 3)
+    assert_same(lambda: step(x, y), lambda: clip_loss(towers[0](x), towers[1](y)), towers)
 
 
 def outputs_of(extra, loss, micro_batch_size=3, plain=True):
@@ -227,8 +224,9 @@ def test_a_scale_that_is_nan_gives_a_nan_loss():
     assert GradientCache(model, biased_loss, 3)(*pairs()).isnan()
 
 
-def test_tensors_that_are_no_parameters_get_their_gradients():
-    weight = torch.randn(WIDTH, 4, requires_grad=True)
+@pytest.mark.parametrize("kind", [torch.Tensor.requires_grad_, nn.Parameter])
+def test_tensors_of_no_module_get_their_gradients(kind):
+    weight = kind(torch.randn(WIDTH, 4))
     expected = weight.detach().clone().requires_grad_()
     batches = pairs()
     for _ in range(2):

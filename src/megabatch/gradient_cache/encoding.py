@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -36,9 +36,8 @@ from megabatch.torch_internals import ddp_around
 _BY_HOOK = (
     "during the backward pass, before its last micro-batch",
     "a hook on gradients steps an optimizer. Here hooks are called for each micro-batch (with "
-    "DistributedDataParallel, a reentrant checkpoint, or a parameter that is out of sight, inside "
-    "an encoder): call optimizer.step() after loss.backward() instead. Weights have changed: start "
-    "anew",
+    "DistributedDataParallel or a reentrant checkpoint inside an encoder): call optimizer.step() "
+    "after loss.backward() instead. Weights have changed: start anew",
 )
 
 
@@ -50,8 +49,8 @@ class Encoding:
 
     Attributes:
         inputs: the tensors that get gradients: parameters, and batches that require a gradient.
-        direct: whether gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP,
-            FSDP2, reentrant checkpoints and parameters that are not visible from outside need it.
+        direct: whether gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP, FSDP
+            and reentrant checkpoints need it.
         activations: bytes of each micro-batch's graph on GPUs, by the number of the micro-batch.
     """
 
@@ -77,10 +76,12 @@ class Encoding:
         self.requires_grad = isinstance(encoder, nn.Module) and trained
         self._fsdp1 = reduces_by_itself(self.modules)
         self.direct = bool(self.wrappers) or self._fsdp1
-        self._hidden_parameters = False
         self._ddp_around = ddp_around()
-        self._watched: dict[int, Watched] = {}
-        self._watch((f"parameter {name}", p) for name, p in self.parameters.items())
+        self._watched = [
+            Watched(f"parameter {name}", p)
+            for name, p in self.parameters.items()
+            if not p.is_inference() and (not self.wrappers.shards or hasattr(p, "device_mesh"))
+        ]
         self._batches = [Watched(k, t) for k, t in feed.watched.items() if not t.is_inference()]
         self.buffers = possible_state(self.modules)
         self._states: list[ForwardState] = []  # before each micro-batch
@@ -141,7 +142,7 @@ class Encoding:
 
     def check_unchanged(self, by: str, advice: str, *, batches: bool) -> None:
         """Raise a RuntimeError if a parameter, or one of the batches, was changed in this step."""
-        for watched in (*self._watched.values(), *(self._batches if batches else ())):
+        for watched in (*self._watched, *(self._batches if batches else ())):
             if watched.changed():
                 raise RuntimeError(
                     f"GradientCache: {watched.name} of {self.name} was changed {by}: {advice}"
@@ -203,36 +204,35 @@ class Encoding:
             self.buffers = state.keep_updated()
         if micro_batch.idle:  # its rows are no data, and leave no trace
             state.restore_buffers()
-        if graph:
-            self._inspect_graph(outputs)
-        # Hidden leaves are FSDP2's whole parameters, or their wrapper may be hidden as well, which
-        # would synchronise only in the first of several backward passes.
-        found = self.requires_grad and (bool(self.wrappers) or not self._hidden_parameters)
-        if keep and (self._only or found):
+        trained = [t for t in outputs.values() if t is not None and t.requires_grad]
+        self.requires_grad |= bool(trained)
+        self.direct |= self._leaves_of(trained)[1]
+        if keep:
             self.graphs.append(outputs)
             self.activations[i] = allocated(self.devices) - before
-        elif keep:
-            self.kept, self.graphs = 0, []
         return self.outputs.without_graph(outputs)
-
-    def _inspect_graph(self, outputs: Outputs) -> None:
-        """Find out from a graph which leaves the outputs depend on."""
-        tensors = [t for t in outputs.values() if t is not None and t.requires_grad]
-        if not tensors:
-            return
-        self.requires_grad = True
-        known = {id(tensor) for tensor in self.inputs}
-        leaves, reentrant = reached_from(tensors, self._graph_inputs())
-        # Other leaves are of one micro-batch: PEFT lets embeddings' outputs require a gradient.
-        parameters = (leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter))
-        hidden = [parameter for parameter in parameters if id(parameter) not in known]
-        self.inputs += hidden
-        self._hidden_parameters |= bool(hidden)
-        self.direct |= bool(hidden) or reentrant
 
     def _graph_inputs(self) -> list[Tensor]:
         """Batches that are results of another graph."""
         return [tensor for tensor in self.inputs if not tensor.is_leaf]
+
+    def _leaves_of(self, outputs: list[Tensor]) -> tuple[dict[int, Tensor], bool]:
+        """As `reached_from`; raise a RuntimeError if a parameter is not one of the inputs.
+
+        A wrapper around it may be out of sight, too, and would reduce each micro-batch's gradient.
+        FSDP replaces parameters while its modules run.
+        """
+        leaves, reentrant = reached_from(outputs, self._graph_inputs())
+        known = {id(tensor) for tensor in self.inputs}
+        parameters = (leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter))
+        hidden = [parameter for parameter in parameters if id(parameter) not in known]
+        if hidden and not (self.wrappers.shards or self._fsdp1):
+            raise RuntimeError(
+                f"GradientCache: {self.name} uses a parameter of shape {(*hidden[0].shape,)} that "
+                "is in no module found in it: expected a module, a function that refers to the "
+                "modules it calls, or a method of an object with them among its attributes"
+            )
+        return leaves, reentrant
 
     def _backward_one(
         self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums
@@ -253,27 +253,16 @@ class Encoding:
         outputs, upstream = self.outputs.with_gradients(encoded, micro_batch, last=last)
         if not outputs:
             return
-        graph_inputs = self._graph_inputs()
-        leaves, reentrant = reached_from(outputs, graph_inputs)
-        parameters = [leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter)]
-        hidden = [parameter for parameter in parameters if parameter not in sums]
-        watched = parameters if self.direct else hidden
-        self._watch((f"a parameter {(*p.shape,)}, out of sight,", p) for p in watched)
+        leaves, reentrant = self._leaves_of(outputs)
         self.check_unchanged(*_BY_HOOK, batches=False)
-        if not (self.direct or reentrant or hidden):
-            sums.add_from(outputs, upstream, [*leaves.values(), *graph_inputs])
+        if not (self.direct or reentrant):
+            sums.add_from(outputs, upstream, [*leaves.values(), *self._graph_inputs()])
             return
         if len(self.micro_batches) > 1 and not self.wrappers:
             check_ddp_around(self.name, self._ddp_around)
         if last and not reentrant:
             self.wrappers.check_all_used(self.name, leaves)
         torch.autograd.backward(outputs, upstream)
-
-    def _watch(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        for name, parameter in parameters:
-            whole = self.wrappers.shards and not hasattr(parameter, "device_mesh")
-            if not (whole or parameter.is_inference() or id(parameter) in self._watched):
-                self._watched[id(parameter)] = Watched(name, parameter)
 
     def _encode(self, parts: Parts) -> Outputs:
         """Call the encoder; explain why one that takes keywords fails."""

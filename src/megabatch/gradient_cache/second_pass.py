@@ -161,8 +161,7 @@ class Step:
                 raise RuntimeError(
                     "GradientCache: torch.autograd.grad and inputs= are not possible here: "
                     f"gradients of {encoding.name} go to .grad in each micro-batch (with "
-                    "DistributedDataParallel, fully_shard, a reentrant checkpoint, or a parameter "
-                    "that is out of sight); call loss.backward()"
+                    "DistributedDataParallel, FSDP or a reentrant checkpoint); call loss.backward()"
                 )
             if encoding.requires_grad:
                 encoding.check_unchanged(*_BETWEEN, batches=True)

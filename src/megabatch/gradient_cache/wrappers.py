@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.torch_internals import delays_all_reduce, fsdp_groups
 
+ROOTS = (nn.Module, nn.Parameter)
 #: Items of a list up to which it may be one of models; datasets are longer.
 SHORT = 64
 
@@ -23,23 +24,25 @@ Sync = tuple[bool, bool]
 
 def modules_in(function: Any) -> list[nn.Module]:
     """The modules, with submodules, that a callable is, is a method of, or refers to."""
-    modules = (module for root in _roots_in(function, set()) for module in root.modules())
-    return list(dict.fromkeys(modules))
+    roots = (root for root in _roots_in(function, set()) if isinstance(root, nn.Module))
+    return list(dict.fromkeys(module for root in roots for module in root.modules()))
 
 
 def parameters_in(function: Any) -> dict[str, Tensor]:
-    """The parameters of the modules in `modules_in`, by name."""
+    """The parameters of the modules in `modules_in`, and those referred to directly, by name."""
     roots = dict.fromkeys(_roots_in(function, set()))
     return {
         f"{type(root).__name__} {i}: {name}" if len(roots) > 1 else name: parameter
         for i, root in enumerate(roots)
-        for name, parameter in root.named_parameters()
+        for name, parameter in (
+            root.named_parameters() if isinstance(root, nn.Module) else [("itself", root)]
+        )
     }
 
 
-def _roots_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """The modules that a callable is made of, refers to, or has among its object's attributes."""
-    if isinstance(value, nn.Module):
+def _roots_in(value: Any, seen: set[int]) -> Iterator[nn.Module | nn.Parameter]:
+    """The modules and parameters that a callable is made of, refers to, or has as attributes."""
+    if isinstance(value, ROOTS):
         yield value
     elif id(value) not in seen:
         seen.add(id(value))
@@ -50,21 +53,21 @@ def _roots_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
         elif inspect.isfunction(value):
             scope = inspect.getclosurevars(value)
             # Among the globals there are libraries' functions, which lead anywhere.
-            inside = [*scope.nonlocals.values(), *_modules_among(scope.globals.values())]
+            inside = [*scope.nonlocals.values(), *_roots_among(scope.globals.values())]
             inside += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
         else:
-            inside = _modules_among([value, *getattr(value, "__dict__", {}).values()])
+            inside = _roots_among([value, *getattr(value, "__dict__", {}).values()])
         for part in inside:
             yield from _roots_in(part, seen)
 
 
-def _modules_among(values: Iterable[Any]) -> list[Any]:
-    """The modules among the values, and among the items of short lists, tuples and dicts."""
+def _roots_among(values: Iterable[Any]) -> list[Any]:
+    """The roots among the values, and among the items of short lists, tuples and dicts."""
     found: list[Any] = []
     for value in values:
         items = value.values() if isinstance(value, dict) else value
         short = isinstance(value, (list, tuple, dict)) and len(value) <= SHORT
-        found += [item for item in (items if short else [value]) if isinstance(item, nn.Module)]
+        found += [item for item in (items if short else [value]) if isinstance(item, ROOTS)]
     return found
 
 
@@ -156,10 +159,10 @@ def check_ddp_around(encoder: str, wrapper: nn.Module | None) -> None:
     """
     if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
         raise RuntimeError(
-            f"GradientCache: {encoder} has gradients that go to .grad in each micro-batch (of a "
-            "reentrant checkpoint, or a parameter that is out of sight), and "
-            "DistributedDataParallel around the step would reduce those of the first one alone: "
-            "use checkpoints with use_reentrant=False, or wrap the encoders instead of the step"
+            f"GradientCache: gradients of {encoder} go to .grad in each micro-batch (with a "
+            "reentrant checkpoint), and DistributedDataParallel around the step would reduce those "
+            "of the first one alone: use checkpoints with use_reentrant=False, or wrap the "
+            "encoders instead of the step"
         )
 
 
