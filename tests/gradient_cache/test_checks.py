@@ -60,7 +60,7 @@ def test_one_warning_of_encoders_that_are_not_synchronised(world: World) -> None
         assert len(messages) == (world.rank == 0)
         for message in messages:
             assert f"at the beginning of step {step}" in message
-            assert "they add up to" in message
+            assert "the 1-norm of a parameter is" in message
             assert "on rank 0 and" in message
             assert "on rank 1. Nothing" in message
 

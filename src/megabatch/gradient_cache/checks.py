@@ -17,7 +17,7 @@ from megabatch.ranks import all_gather_numbers, all_gather_values, global_ranks
 
 #: Training steps at whose beginning weights are compared; an update may take several steps.
 WEIGHTS_COMPARED = (2, 10)
-#: Relative difference that sums of equal weights may have between different kinds of GPUs.
+#: Relative difference that norms of equal weights may have between different kinds of GPUs.
 TOLERANCE = 1e-9
 
 #: Training steps whose two passes are compared; weights that start at zero may hide a difference.
@@ -48,32 +48,30 @@ def out_of_memory_on_all_ranks(call: str, group: Any) -> Iterator[None]:
 
 
 def weights_differ(step: int, parameters: Iterable[Tensor], group: Any) -> bool:
-    """Whether the sum over all elements of parameters, without their signs, differs between ranks.
+    """Whether the 1-norm of any of the parameters differs between ranks, of which the first warns.
 
-    The first of them warns. `step`: its number, for the message.
+    `step`: its number, for the message.
     """
     norms = [
-        torch.linalg.vector_norm(p.detach(), 1, dtype=torch.float64)
+        float(torch.linalg.vector_norm(p.detach(), 1, dtype=torch.float64))
         for p in parameters
         if _is_replicated(p)
     ]
-    total = sum(map(float, norms))
-    (first, own), *others = zip(global_ranks(group), all_gather_values(total, group), strict=True)
+    (first, own), *others = zip(global_ranks(group), all_gather_values(norms, group), strict=True)
     differing = [
-        (rank, found)
+        (a, rank, b)
         for rank, found in others
-        if not math.isclose(found, own, rel_tol=TOLERANCE)
-        if not math.isnan(found) or not math.isnan(own)
+        for a, b in zip(own, found, strict=False)
+        if not (math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b)))
     ]
     if differing and first == torch.distributed.get_rank():
-        rank, found = differing[0]
+        a, rank, b = differing[0]
         warnings.warn(
-            f"GradientCache: the weights of the ranks differ at the beginning of step {step}: "
-            f"without their signs they add up to {own:.9g} on rank {first} and {found:.9g} on rank "
-            f"{rank}. Nothing seems to average gradients over the ranks: wrap each encoder, or the "
-            "model that has them, in DistributedDataParallel or fully_shard, and start all ranks "
-            "from the same weights; or pass group='local' if each rank is to train weights of its "
-            "own",
+            f"GradientCache: the weights of the ranks differ at the beginning of step {step}: the "
+            f"1-norm of a parameter is {a:.9g} on rank {first} and {b:.9g} on rank {rank}. Nothing "
+            "seems to average gradients over the ranks: wrap each encoder, or the model that has "
+            "them, in DistributedDataParallel or fully_shard, and start all ranks from the same "
+            "weights; or pass group='local' if each rank is to train weights of its own",
             stacklevel=4,
         )
     return bool(differing)
