@@ -199,10 +199,22 @@ class GradientCache:
         return found
 
     def _divide(self, encodings: list[Encoding], training: bool) -> bool:
-        """Set each encoding's micro-batches; return whether graphs may be kept."""
+        """Set each encoding's micro-batches; return whether graphs may be kept.
+
+        Ranks agree on the largest number of micro-batches, and the smallest of those to be kept.
+        """
         for encoding, size in zip(encodings, self._sizes, strict=True):
             encoding.micro_batches = encoding.feed.divided(size)
-        counts, kept = self._agreed(encodings, training)
+        counts = [len(encoding.micro_batches) for encoding in encodings]
+        kept = [*self._kept_counts()] if training else [0] * len(counts)
+        if len(global_ranks(self.group)) > 1:
+            what = f"step {self._steps}" if training else "evaluation"
+            call = f"GradientCache, {what} of {len(counts)} batches"
+            columns = [*zip(*all_gather_numbers(call, [*counts, *kept], self.group), strict=True)]
+            if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
+                parameters = (p for encoding in encodings for p in encoding.parameters.values())
+                self._weights_differ = weights_differ(self._steps, parameters, self.group)
+            counts, kept = [*map(max, columns[: len(counts)])], [*map(min, columns[len(counts) :])]
         wrappers = [wrapper for encoding in encodings for wrapper in encoding.wrappers]
         # A wrapper takes no second forward pass before the backward pass of the first.
         only = training and set(counts) == {1} and len(set(wrappers)) == len(wrappers)
@@ -214,21 +226,6 @@ class GradientCache:
                 )
             encoding.divide(count, most, only=only)
         return any(kept)
-
-    def _agreed(self, encodings: list[Encoding], training: bool) -> tuple[list[int], list[int]]:
-        """The maximum over ranks of each count of micro-batches, the minimum of those to keep."""
-        counts = [len(encoding.micro_batches) for encoding in encodings]
-        kept = [*self._kept_counts()] if training else [0] * len(counts)
-        if len(global_ranks(self.group)) == 1:
-            return counts, kept
-        what = f"step {self._steps}" if training else "evaluation"
-        call = f"GradientCache, {what} of {len(counts)} batches"
-        table = all_gather_numbers(call, [*counts, *kept], self.group)
-        if training and self._steps in WEIGHTS_COMPARED and not self._weights_differ:
-            parameters = (p for encoding in encodings for p in encoding.parameters.values())
-            self._weights_differ = weights_differ(self._steps, parameters, self.group)
-        columns, n = [*zip(*table, strict=True)], len(counts)
-        return [*map(max, columns[:n])], [*map(min, columns[n:])]
 
     def _kept_counts(self) -> tuple[int, ...]:
         """For each encoder, the number of micro-batches whose graphs may be kept."""
