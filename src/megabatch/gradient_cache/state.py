@@ -55,13 +55,13 @@ class RandomState:
 class ForwardContext:
     """The settings of a step's call, which the second pass needs again when `.backward()` runs.
 
-    Autocast, default dtype and device, train or eval mode, and streams.
+    Autocast, default dtype and device, precision of float32 products, train or eval mode, streams.
     """
 
     def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
         """Save the current settings."""
         self._training = {module: module.training for module in modules}
-        self._dtype = torch.get_default_dtype()
+        self._dtype, self._precision = torch.get_default_dtype(), _precision()
         # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
         self._device = torch.empty(0).device
         self._autocast = {kind: _autocast(kind) for kind in ("cpu", "cuda")}
@@ -82,10 +82,25 @@ class ForwardContext:
                 stack.enter_context(self._device)
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
+            current = _precision()
+            if self._precision and current and self._precision != current:
+                stack.callback(torch.set_float32_matmul_precision, current)
+                torch.set_float32_matmul_precision(self._precision)
             for module, training in self._training.items():
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
             yield
+
+
+def _precision() -> str:
+    """The precision of float32 products; "" if it was set by torch's newer per-backend names.
+
+    Then it cannot be read, nor set by the older ones.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return ""
 
 
 def _autocast(device: str) -> tuple[torch.dtype, bool]:
