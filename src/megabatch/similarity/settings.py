@@ -185,7 +185,8 @@ def set_grid(columns: int | None) -> int | None:
     those of one column its columns (docs/distributed.md). None, the default: on several hosts with
     equally many ranks, the default group is a grid whose rows are whole hosts. 0: it is never a
     grid. A number that divides its size: it is a grid with that many columns. A two-dimensional
-    DeviceMesh is a grid of its own shape, whatever is set; other groups never are grids.
+    DeviceMesh is a grid of its own shape, whatever is set; other groups never are grids, and x
+    against itself takes none.
 
     Results are the same up to rounding. All ranks must set the same value. It applies to all later
     calls and their backward passes.

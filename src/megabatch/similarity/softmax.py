@@ -330,13 +330,20 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 
 
 def _forward_bytes(run: Run, o: Operands) -> int:
+    run = _without_grid(run, o)
     block, _rows = run.block(o.x, o.y)
     block = block if run.on_cpu else block // 4
     return block + run.transfer_bytes(o.x) + _guide_bytes(run, o)
 
 
 def _backward_bytes(run: Run, o: Operands) -> int:
+    run = _without_grid(run, o)
     return gradient_bytes(run, o.x, o.y, 5) + _guide_bytes(run, o)
+
+
+def _without_grid(run: Run, o: Operands) -> Run:
+    """x against itself takes no grid of ranks."""
+    return run._replace(columns=0) if o.y is None else run
 
 
 def _guide_bytes(run: Run, o: Operands) -> int:

@@ -168,8 +168,7 @@ def reduce(sweep: Sweep, own: StateTiles, cols: bool) -> tuple[Tensor, Tensor | 
     rounds = ranks.rounds(col_side, saved_cols)
     first, row_state = not symmetric, own.new_state(ranks.rows.size)
     if symmetric:
-        own_state = own.clear(row_state)[:, ranks.rows.own]
-        own.forward(own_state, None, (False, False))
+        own.forward(own.clear(row_state), None, (False, False))
     col_results = own.new_results(own.n) if cols else None
     for each in rounds:
         state = own.new_state(each.layout.size) if cols or symmetric else None
@@ -183,7 +182,7 @@ def reduce(sweep: Sweep, own: StateTiles, cols: bool) -> tuple[Tensor, Tensor | 
             continue
         arrived = each.layout.exchange(state)  # (ranks, numbers, rows of this rank)
         if symmetric:
-            own_state = row_state[:, ranks.rows.own][:, each.own]
+            own_state = row_state[:, each.own]
             own_state.copy_(own.merge(torch.cat([own_state[None], arrived])))
         elif col_results is not None:
             own.write_results(arrived, col_results[:, each.own])
@@ -332,8 +331,8 @@ def _products_of_ranks(
     rounds = ranks.rounds(col_side, saved_cols, filled)
     dx = own.new_total(ranks.rows.size) if x else None
     if symmetric and dx is not None:
-        total = dx.zero_()[ranks.rows.own]
-        add_products(own, rows, rows, total, total, (False, False))
+        dx.zero_()
+        add_products(own, rows, rows, dx, dx, (False, False))
     overwrite = (not symmetric, not symmetric)
     summing, at = None, slice(0, 0)  # the previous round's sums, on their way to their ranks
     for each in chain(rounds, [None]):
@@ -349,11 +348,11 @@ def _products_of_ranks(
         if summing is not None and not symmetric:
             yield "y", at, summing.wait()
         elif summing is not None and dx is not None:
-            dx[ranks.rows.own][at] += summing.wait()
+            dx[at] += summing.wait()
         if each is not None and dy is not None:
             summing, at = each.layout.sum(dy), each.own
     if dx is not None and symmetric:
-        yield "x", slice(0, own.m), ranks.rows.sum(dx).wait()
+        yield "x", slice(0, own.m), dx
 
 
 def _add_round(

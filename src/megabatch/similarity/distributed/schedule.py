@@ -11,11 +11,8 @@ Rounds bound the memory of transfers for any shard size: while one is computed, 
 columns arrive and the gradients of the previous one are summed. A collective per round is faster
 than a ring of ranks, where each waits for the slowest at each step (docs/transfers.md).
 
-The matrix of x against itself is symmetric, so one of two ranks computes the block of their shards:
-rank (r, c) its rows against the columns of the ranks (r - s, c), s < R / 2, and if R is even a half
-of the block at s = R / 2, whose other half that rank computes. At s = 0, it computes its own
-columns against the rows of the (C - 1) / 2 ranks that follow it in its row of the grid, and the
-triangle of its own rows.
+The matrix of x against itself is symmetric, so one of two ranks computes the block of their shards
+(`half`). It takes no grid.
 """
 
 from __future__ import annotations
@@ -82,7 +79,9 @@ class Ranks:
         row_sizes, col_sizes = sizes
         self._even = len(set(col_sizes)) == len(set(row_sizes)) == 1
         row_bytes = features.shape[1] * features.element_size()
-        groups = grid_groups(name, sizes, row_bytes, features.device) if grid else None
+        groups = None
+        if grid and not symmetric:
+            groups = grid_groups(name, sizes, row_bytes, features.device)
         self.is_grid = groups is not None
         if groups is None:
             self.rows = Layout(None, [row_sizes[self.rank]], operation)
@@ -175,17 +174,12 @@ class Round:
         """x against itself, apart from this rank's own triangle."""
         ranks, layout = self.ranks, self.layout
         behind = ranks.row_start + ranks.rows.size
-        columns, n = self._coming.wait(), len(layout.sizes)
-        for step in range(n // 2 + 1):
-            owner = (layout.rank - step) % n
+        columns = self._coming.wait()
+        for owner, rows, skipped in half(ranks.rank, ranks.cols.sizes):
             first, last = layout.starts[owner : owner + 2]
-            for rows, skipped in half(
-                ranks.rows.starts, ranks.rows.rank, ranks.cols.sizes, layout.rank, step
-            ):
-                cols = slice(first + max(0, skipped - self._part.start), last)
-                if rows.start < rows.stop and cols.start < cols.stop:
-                    row_start = ranks.row_start + rows.start
-                    yield Part(rows, cols, row_start, behind, columns.narrow(cols))
+            cols = slice(first + max(0, skipped - self._part.start), last)
+            if rows.start < rows.stop and cols.start < cols.stop:
+                yield Part(rows, cols, ranks.row_start, behind, columns.narrow(cols))
 
     def by_rank(self) -> Iterator[tuple[int, Side]]:
         """Consecutive columns of all ranks, and the index of the first; without a grid."""
@@ -198,37 +192,23 @@ class Round:
             yield start + self._part.start, columns.narrow(some)
 
 
-def half(
-    row_starts: Sequence[int], column: int, sizes: Sequence[int], row: int, step: int
-) -> Iterator[tuple[slice, int]]:
-    """Rank (row, column)'s rows against the columns that are `step` ranks before it.
+def half(rank: int, sizes: Sequence[int]) -> Iterator[tuple[int, slice, int]]:
+    """The blocks of x against itself that a rank computes, apart from its own triangle.
 
-    Yields rows, and how many of the owner's columns to leave out.
+    They are all its rows against the ranks that are less than half of the way before it; of the
+    block of two opposite ranks, each computes a half.
 
-    Args:
-        row_starts: where the rows of each rank (row, *) begin; the end of all.
-        sizes: columns of the ranks (*, column).
+    Yields the rank of the columns, this rank's rows, and how many of the columns to leave out.
     """
-    number, count = len(sizes), len(row_starts) - 1
-    if 0 < 2 * step < number:
-        yield slice(0, row_starts[-1]), 0
-        return
-    if step and 2 * step != number:
-        return
-    # Of two ranks that have the same blocks, the first takes those from its own column on.
-    first = column < count // 2 if step == 0 else row < step
-    begin = column + (1 if step == 0 or not first else 0)
-    whole, halved = divmod(count if step else count - 1, 2)
-    for k in range(begin, begin + whole):
-        start, stop = row_starts[k % count : k % count + 2]
-        yield slice(start, stop), 0
-    if halved:
-        k = (begin + whole) % count
-        start, stop = row_starts[k : k + 2]
-        if first:
-            yield slice(start, start + (stop - start) // 2), 0
+    n = len(sizes)
+    for step in range(1, (n + 1) // 2):
+        yield (rank - step) % n, slice(0, sizes[rank]), 0
+    if n % 2 == 0:
+        other = (rank + n // 2) % n
+        if rank < other:
+            yield other, slice(0, sizes[rank] // 2), 0
         else:
-            yield slice(start, stop), sizes[(row - step) % number] // 2
+            yield other, slice(0, sizes[rank]), sizes[other] // 2
 
 
 def round_rows(size: int, row: int) -> int:
