@@ -40,11 +40,10 @@ def main() -> None:
     group = dist.group.WORLD
     assert group is not None
     cpu = torch.device("cpu")
-    place = torch_internals.group_store(group), group.rank(), group.size(), ranks.TIMEOUT
-    channels: dict[str, control.Channel] = {
-        "sockets": control.channel(group, cpu),
-        "gloo": control.GlooChannel(group._get_backend(cpu), *place),
-    }
+    channels: dict[str, control.Channel] = {"sockets": control.channel(group, cpu)}
+    store = torch_internals.group_store(group)
+    board = control.Board(store, group.rank(), group.size(), ranks.TIMEOUT)
+    channels["gloo"] = control.GlooChannel(group._get_backend(cpu), board)
     found = {name: microseconds(channel, options.calls) for name, channel in channels.items()}
     if group.rank() == 0:
         content = {

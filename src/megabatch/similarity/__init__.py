@@ -17,7 +17,6 @@ from megabatch.similarity.distributed.watchdog import set_abort_on_lost_rank
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.settings import (
-    set_chunk,
     set_gather,
     set_grid,
     set_overlap,
@@ -40,7 +39,6 @@ __all__ = [
     "ranks",
     "replicated",
     "set_abort_on_lost_rank",
-    "set_chunk",
     "set_gather",
     "set_grid",
     "set_overlap",

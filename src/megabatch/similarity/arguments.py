@@ -10,17 +10,9 @@ import torch
 from torch import Tensor, nn
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
 #: Integer types whose values int64 can hold.
-INTEGERS = (
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.uint32,
-)
+SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+INTEGERS = (*SIGNED, torch.uint8, torch.uint16, torch.uint32)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,20 +34,15 @@ def check_features(name: str, value: Any) -> None:
 
 def check_dense(name: str, value: Tensor) -> None:
     """`value` must be neither sparse, nor nested, nor distributed."""
-    _check_local(name, value)
-    if value.is_nested or value.layout != torch.strided:
-        came = "a nested tensor" if value.is_nested else f"layout {value.layout}"
-        raise TypeError(f"{name}: expected a dense tensor, got {came}")
-
-
-def _check_local(name: str, value: Tensor) -> None:
-    """`value` must be no DTensor: losses exchange rows between processes themselves."""
-    if hasattr(value, "full_tensor"):
+    if hasattr(value, "full_tensor"):  # losses exchange rows between processes themselves
         raise TypeError(
             f"{name}: expected a tensor of this process, got a DTensor; pass {name}.full_tensor() "
             "for a parameter that FSDP2 shards, or let the model's forward return it, and "
             f"{name}.to_local() for features of which each process has rows of its own"
         )
+    if value.is_nested or value.layout != torch.strided:
+        came = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {came}")
 
 
 def check_two(
@@ -73,22 +60,14 @@ def check_two(
         )
     if x.dtype != y.dtype and not (autocast and product_dtype(x) == product_dtype(y)):
         raise TypeError(f"{names[1]}: expected {x.dtype} as {names[0]} has, got {y.dtype}")
-    check_device(names[1], y, x)
-
-
-def check_device(name: str, value: Tensor, like: Tensor) -> None:
-    """`value` must be on the device of `like`."""
-    if value.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
+    _check_device(names[1], y, x)
 
 
 def check_same_rows(x: Tensor, y: Tensor, names: tuple[str, str] = ("x", "y")) -> None:
     """Row i of x belongs to row i of y, so there must be as many."""
-    if x.shape[0] != y.shape[0]:
-        raise ValueError(
-            f"{names[1]}: expected {x.shape[0]} rows, one for each row of {names[0]}, "
-            f"got {y.shape[0]}"
-        )
+    m, n = x.shape[0], y.shape[0]
+    if m != n:
+        raise ValueError(f"{names[1]}: expected {m} rows, one for each row of {names[0]}, got {n}")
 
 
 def check_guide(
@@ -108,7 +87,7 @@ def check_guide(
     check_two(guide_x, guide_y, names, autocast=False)
     check_same_rows(x, guide_x, (others[0], names[0]))
     check_same_rows(x if y is None else y, guide_y, (others[0 if y is None else 1], names[1]))
-    check_device(names[0], guide_x, x)
+    _check_device(names[0], guide_x, x)
     if (guide_x.dtype == torch.float64) != (x.dtype == torch.float64):
         expected = "float64" if x.dtype == torch.float64 else "no float64"
         raise TypeError(
@@ -119,20 +98,17 @@ def check_guide(
 
 def check_teacher(teacher: Any, x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Features as of `check_guide`, and a scale and a bias, all without a gradient."""
-    expected = "(features, features, scale, bias)"
-    *features, scale, bias = _items("teacher", teacher, expected, 4)
+    *features, scale, bias = _items("teacher", teacher, "(features, features, scale, bias)", 4)
     both = check_guide(features, x, y, ("teacher[0]", "teacher[1]"))
-    numbers = check_scalar("teacher[2]", scale, x), check_scalar("teacher[3]", bias, x)
-    return *both, *(number.detach() for number in numbers)
+    scale = check_scalar("teacher[2]", scale, x).detach()
+    return *both, scale, check_scalar("teacher[3]", bias, x).detach()
 
 
 def as_number(value: Any) -> float | None:
     """A real number as a float, NumPy's scalars and 0-d arrays included; None for all else."""
-    if isinstance(value, (int, float)):
+    if isinstance(value, (int, float)):  # all that torch.compile can trace
         return None if isinstance(value, bool) else float(value)
-    if isinstance(value, Tensor):
-        return None
-    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+    if getattr(value, "shape", None) == () and not isinstance(value, Tensor):
         value = value.item()
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return float(value) if real else None
@@ -150,12 +126,12 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
         return torch.full((), number, dtype=dtype, device=like.device)
     if not isinstance(value, Tensor):
         _refuse_type(name, "a number or a tensor", value)
-    _check_local(name, value)
+    check_dense(name, value)
     if value.shape not in ((), (1,)):
         raise ValueError(f"{name}: expected shape () or (1,), got {tuple(value.shape)}")
     if not value.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
-    check_device(name, value, like)
+    _check_device(name, value, like)
     return value.reshape(()).to(dtype)
 
 
@@ -163,16 +139,14 @@ def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     """A floating-point vector of one number a row, in the accumulator's dtype."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         _refuse_type(name, f"a floating-point tensor of shape ({length},)", value)
-    return _vector(name, value, length, like).to(accumulator_dtype(like.dtype))
+    return _one_a_row(name, value, length, like).to(accumulator_dtype(like.dtype))
 
 
 def check_integers(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     """One integer a row, in any integer dtype that int64 can hold, as int64."""
-    if not isinstance(value, Tensor):
-        _refuse_type(name, f"an int64 tensor of shape ({length},)", value)
-    if value.dtype not in INTEGERS:
-        _refuse_type(name, "int64 or a smaller integer dtype", value)
-    return _vector(name, value, length, like).to(torch.int64)
+    if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
+        _refuse_type(name, f"a tensor of shape ({length},), int64 or a smaller integer", value)
+    return _one_a_row(name, value, length, like).to(torch.int64)
 
 
 def check_ids(
@@ -201,18 +175,25 @@ def check_id_pair(ids: Any, x: Tensor, y: Tensor, expected: str) -> tuple[Tensor
 
 def _items(name: str, value: Any, expected: str, count: int) -> Sequence[Any]:
     """A tuple or a list of so many items."""
-    if isinstance(value, (tuple, list)) and len(value) == count:
+    is_sequence = isinstance(value, (tuple, list))
+    if is_sequence and len(value) == count:
         return value
     came = "one tensor" if isinstance(value, Tensor) else type(value).__name__
-    came = f"{len(value)} items" if isinstance(value, (tuple, list)) else came
-    raise TypeError(f"{name}: expected {expected}, got {came}")
+    raise TypeError(
+        f"{name}: expected {expected}, got {f'{len(value)} items' if is_sequence else came}"
+    )
 
 
-def _vector(name: str, value: Tensor, length: int, like: Tensor) -> Tensor:
+def _one_a_row(name: str, value: Tensor, length: int, like: Tensor) -> Tensor:
     if tuple(value.shape) != (length,):
         raise ValueError(f"{name}: expected shape ({length},), got {tuple(value.shape)}")
-    check_device(name, value, like)
+    _check_device(name, value, like)
     return value
+
+
+def _check_device(name: str, value: Tensor, like: Tensor) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device}, got {value.device}")
 
 
 def _refuse_type(name: str, expected: str, value: Any) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megabatch.similarity import eager, settings
+from megabatch.similarity import eager
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed.grid import columns_for, most_sharing
 from megabatch.similarity.distributed.schedule import round_rows
@@ -27,7 +27,7 @@ class Run(NamedTuple):
     on_cpu: bool
     ranks: int
     hosts: int = 1  #: with as many ranks on each
-    columns: int | None = None  #: of a grid, 0: none; None: as the setting and the hosts decide
+    columns: int | None = None  #: of a grid, 0: none; None: as the hosts suggest
 
     def block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
         """(bytes of a block with what a backend holds in addition, its rows)."""
@@ -47,15 +47,12 @@ class Run(NamedTuple):
 
     def _sharing(self, x: Tensor) -> int:
         """The ranks whose columns a rank computes with: all, or those that share them."""
-        if self.columns is not None:
-            return self.ranks // max(1, self.columns)
-        most = most_sharing(len(x), x.shape[1] * x.element_size())
-        columns = settings.current().grid
-        if columns < 0:
+        columns = self.columns
+        if columns is None:
             each, rest = divmod(self.ranks, self.hosts)
+            most = most_sharing(len(x), x.shape[1] * x.element_size())
             columns = 0 if rest else columns_for(self.hosts, each, most)
-        grid = 0 < columns <= most and self.ranks % columns == 0
-        return self.ranks // columns if grid else self.ranks
+        return self.ranks // max(1, columns)
 
     def eager_block(self, x: Tensor, y: Tensor | None) -> tuple[int, int]:
         """`block` for torch operations on any device."""
@@ -71,13 +68,12 @@ class Run(NamedTuple):
         """Bytes of other ranks' features and of gradients for them."""
         if self.ranks == 1:
             return 0
-        shared = self.rows(x)
-        besides = shared * x.shape[1] * x.element_size() if shared > len(x) else 0
-        if self._round(x) >= len(x):
-            return besides + self.in_rounds(x, 1, 1)
-        # Features of this round, of the next, and of the previous one, which its last part holds;
-        # gradients that are computed, and those that are summed.
-        return besides + self.in_rounds(x, 3, 2)
+        rows = self.rows(x)
+        shared = rows * x.shape[1] * x.element_size() if rows > len(x) else 0
+        # Of several rounds: features of this one, of the next, and of the previous one, which its
+        # last part holds; gradients that are computed, and those that are summed.
+        rounds = (1, 1) if self._round(x) >= len(x) else (3, 2)
+        return shared + self.in_rounds(x, *rounds)
 
     def in_rounds(self, x: Tensor, features: int, gradients: int) -> int:
         """Bytes of all ranks' features of `features` rounds and gradients of `gradients` rounds."""

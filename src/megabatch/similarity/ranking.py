@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,22 +63,23 @@ def ranks(
     target = check_integers("target", target, x.shape[0], x)
     if x.is_meta:
         return torch.empty_like(target), torch.empty_like(target)
-    extremes = (int(target.min()), int(target.max())) if len(x) else (0, -1)
-    columns = _Columns(cols, group, "ranks", extremes)
+    bounds = [int(target.min()), int(target.max())] if len(x) else [0, -1]
+    columns = _Columns(cols, group, "ranks", bounds)
     for rank, (low, high) in enumerate(columns.numbers):
         if low < 0 or high >= columns.number:
             where = f" on rank {rank} of the group" if columns.ranks is not None else ""
             raise IndexError(
                 f"target: expected columns in [0, {columns.number}), got {low} to {high}{where}"
             )
-    above, equal = (torch.zeros_like(target) for _ in range(2))
+    counts = target.new_zeros(2, len(x))
     score = x.new_empty(len(x), dtype=accumulator_dtype(x.dtype))
-    with _scores_of(rows) as scores:
+    with torch.cuda.device_of(x), settings.without_autocast(x):
+        scores = _scores(rows)
         for start, some in columns.chunks():
-            scores.find(some.features, target - start, score)
+            scores.find(some, target - start, score)
         for start, some in columns.chunks():
-            scores.count(some.features, target - start, score, some.ids, above, equal)
-    return above, equal
+            scores.count(some, target - start, score, counts)
+    return counts[0], counts[1]
 
 
 @torch.no_grad()
@@ -109,16 +109,17 @@ def topk(
     if not isinstance(k, numbers.Integral) or isinstance(k, bool):
         raise TypeError(f"k: expected an integer, got {type(k).__name__}")
     k = int(k)
-    columns = _Columns(cols, group, f"topk, k {k}")
+    columns = _Columns(cols, group, f"topk, k {k}", [])
     if not 1 <= k <= columns.number:
         raise ValueError(f"k: expected 1 to {columns.number}, the number of columns, got {k}")
     best = x.new_full((len(x), k), -torch.inf, dtype=accumulator_dtype(x.dtype))
     indices = torch.full_like(best, -1, dtype=torch.int64)
     if x.is_meta:
         return best, indices
-    with _scores_of(rows) as scores:
+    with torch.cuda.device_of(x), settings.without_autocast(x):
+        scores = _scores(rows)
         for start, some in columns.chunks():
-            for i, value, column in scores.best(some.features, some.ids, k):
+            for i, value, column in scores.best(some, k):
                 best[i], order = torch.cat([best[i], value], dim=1).topk(k, dim=1)
                 indices[i] = torch.cat([indices[i], column + start], dim=1).gather(1, order)
     return best, indices.masked_fill_(best == -torch.inf, -1)
@@ -144,10 +145,10 @@ def _checked(
 class _Columns:
     """The columns of all processes, chunk by chunk as a schedule brings them."""
 
-    def __init__(self, own: Side, group: object, call: str, numbers: Sequence[int] = ()) -> None:
+    def __init__(self, own: Side, group: object, call: str, numbers: list[int]) -> None:
         """`numbers`: integers that all processes exchange; the attribute has every process's."""
-        self.own, y, name = own, own.features, group_name(group)
-        table, self.ranks = [[len(y), *numbers]], None
+        self.own, self.ranks, y, name = own, None, own.features, group_name(group)
+        table = [[len(y), *numbers]]
         if name:
             ids = "none" if own.ids is None else "given"
             description = f"{call}, {backends.described(y)}, ids: {ids}, {terms()}"
@@ -166,77 +167,63 @@ class _Columns:
             yield from each.by_rank()
 
 
-@contextmanager
-def _scores_of(rows: Side) -> Iterator[Scores | FusedScores]:
-    """The rows' scores, by kernels or by torch operations, and the context that they need."""
-    x, ids = rows.features, rows.ids
-    with torch.cuda.device_of(x), settings.without_autocast(x):
-        if not backends.uses_kernels(x):
-            yield Scores(x, ids)
-            return
-        from megabatch.similarity.triton.ranking import FusedScores
+def _scores(rows: Side) -> Scores | FusedScores:
+    """The rows' scores, by kernels or by torch operations."""
+    if not backends.uses_kernels(rows.features):
+        return Scores(rows)
+    from megabatch.similarity.triton.ranking import FusedScores
 
-        yield FusedScores(x, ids)
+    return FusedScores(rows)
 
 
 class Scores:
-    """Scores of x (m, d), with ids (m,) or None, against one chunk of columns at a time."""
+    """Scores of rows against one chunk of columns at a time."""
 
-    def __init__(self, x: Tensor, ids: Tensor | None) -> None:
-        self.x, self.ids = x, ids
-        self.rows, self.step = eager.block_shape(x)
+    def __init__(self, rows: Side) -> None:
+        self._rows, self._m = rows, len(rows.features)
+        self.height, self.width = eager.block_shape(rows.features)
 
-    def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
+    def find(self, cols: Side, target: Tensor, score: Tensor) -> None:
         """Write each row's target score to `score` if `target` (m,) is one of these columns.
 
         It is computed in the block in which `count` computes it again.
         """
+        x, y = self._rows.features, cols.features
         here = (target >= 0) & (target < len(y))
-        for i in strips(len(self.x), self.rows):
-            block = torch.where(here[i], target[i] // self.step, -1)
-            for number in block.unique().tolist():
-                if number >= 0:
-                    start, rows = number * self.step, (block == number).nonzero().squeeze(1)
-                    s = _products(self.x[i], y[start : start + self.step])
-                    score[i][rows] = s[rows, target[i][rows] - start]
+        block = torch.where(here, target // self.width, -1)
+        for i in strips(self._m, self.height):
+            for number in block[i][here[i]].unique().tolist():
+                start, rows = number * self.width, (block[i] == number).nonzero().squeeze(1)
+                s = _products(x[i], y[start : start + self.width])
+                score[i][rows] = s[rows, target[i][rows] - start]
 
-    def count(
-        self,
-        y: Tensor,
-        target: Tensor,
-        score: Tensor,
-        ids: Tensor | None,
-        above: Tensor,
-        equal: Tensor,
-    ) -> None:
-        """Add the counts of these columns to `above` and `equal`, int64 (m,); see `ranks`."""
-        for i, j, s, same in self._blocks(y, ids):
+    def count(self, cols: Side, target: Tensor, score: Tensor, counts: Tensor) -> None:
+        """Add to `counts` (2, m), int64, how many columns score above and equal; see `ranks`."""
+        for i, j, s, same in self._blocks(cols):
             skip = torch.arange(j.start, j.stop, device=s.device) == target[i, None]
             skip = skip if same is None else skip | same
-            for total, counted in ((above, ~(s <= score[i, None])), (equal, s == score[i, None])):
+            for k, counted in enumerate((~(s <= score[i, None]), s == score[i, None])):
                 # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
-                total[i] += (counted & ~skip).view(torch.uint8).sum(1, dtype=torch.int32)
+                counts[k, i] += (counted & ~skip).view(torch.uint8).sum(1, dtype=torch.int32)
 
-    def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def best(self, cols: Side, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield blocks: a slice of rows, their best scores (rows, at most k), and the columns.
 
         A block need not cover all columns: the same rows may be yielded again. A pair of equal ids
         scores -inf, and its column index is meaningless.
         """
-        for i, j, s, same in self._blocks(y, ids):
+        for i, j, s, same in self._blocks(cols):
             if same is not None:
                 s.masked_fill_(same, -torch.inf)
             value, column = s.topk(min(k, s.shape[1]), dim=1)
             yield i, value, column + j.start
 
-    def _blocks(
-        self, y: Tensor, ids: Tensor | None
-    ) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
+    def _blocks(self, cols: Side) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
         """Rows, columns, their scores, and which pairs have equal ids, None if there are none."""
-        matrix = Matrix(Side(self.x, self.ids), Side(y, ids))
-        for i in strips(len(self.x), self.rows):
-            for j in strips(len(y), self.step):
-                s = _products(self.x[i], y[j])
+        matrix = Matrix(self._rows, cols)
+        for i in strips(self._m, self.height):
+            for j in strips(len(cols.features), self.width):
+                s = _products(self._rows.features[i], cols.features[j])
                 yield i, j, s, matrix.view(i, j).masks(s)[0]
 
 

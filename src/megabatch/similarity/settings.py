@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -41,17 +40,17 @@ class Settings(NamedTuple):
     grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
 
 
-class _ThreadLocal(threading.local):
+class _Call(threading.local):
     settings: Settings | None = None  #: of the call that runs on this thread
 
 
-_thread = _ThreadLocal()
+_call = _Call()
 _chosen = Settings(0, 0, DEFAULT_GATHER, 1, -1)  #: of the process
 
 
 def current() -> Settings:
     """The settings of the call that runs on this thread, if there is one, or the process's."""
-    return _chosen if _thread.settings is None else _thread.settings
+    return _call.settings or _chosen
 
 
 def workspace(x: Tensor) -> int:
@@ -64,31 +63,30 @@ def products(x: Tensor) -> str:
     """Precision of products of features like x, one of `PRECISIONS`; "" if no setting applies."""
     if not _has_float32_products(x):
         return ""
-    call = _thread.settings
+    call = _call.settings
     return PRECISIONS[precision(x.device.type) if call is None else call.precision]
 
 
 def of_call(x: Tensor) -> Settings:
     """The current settings, for a call with features like x."""
-    products = precision(x.device.type) if _has_float32_products(x) else 0
-    chosen = current()
+    products, chosen = precision(x.device.type) if _has_float32_products(x) else 0, current()
     return Settings(workspace(x), products, chosen.gather, chosen.overlap, chosen.grid)
 
 
 @contextmanager
 def applied(settings: Sequence[int], x: Tensor) -> Iterator[None]:
     """Apply the settings that a call with features like x was made with, without autocast."""
-    call, outer, matmul = Settings(*settings), _thread.settings, _matmul(x.device.type)
+    call, outer, matmul = Settings(*settings), _call.settings, _matmul(x.device.type)
     before = precision(x.device.type)
     changes = _has_float32_products(x) and before != call.precision
     try:
-        _thread.settings = call
+        _call.settings = call
         if changes:
             matmul.fp32_precision = PRECISIONS[call.precision]
         with without_autocast(x):
             yield
     finally:
-        _thread.settings = outer
+        _call.settings = outer
         if changes:
             matmul.fp32_precision = PRECISIONS[before]
 
@@ -139,17 +137,7 @@ def set_workspace(size: int | None) -> int | None:
         TypeError: `size` is neither None nor an integer.
         ValueError: `size` is below 64 KiB.
     """
-    return _set("workspace", _number("size", size, 64 << 10, "bytes", 0)) or None
-
-
-def set_chunk(size: int | None) -> None:
-    """Deprecated, without effect: no transfer is divided into chunks but by `set_gather`."""
-    warnings.warn(
-        "set_chunk has no effect any more: the ring, whose chunks it sized, has gone; set_gather "
-        "bounds what is gathered at once",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    return _set("workspace", "size", size, 0, 64 << 10, "bytes") or None
 
 
 def set_gather(size: int | None) -> int:
@@ -165,7 +153,7 @@ def set_gather(size: int | None) -> int:
         TypeError: `size` is neither None nor an integer.
         ValueError: `size` is negative.
     """
-    return _set("gather", _number("size", size, 0, "bytes", DEFAULT_GATHER))
+    return _set("gather", "size", size, DEFAULT_GATHER, 0, "bytes")
 
 
 def set_overlap(on: bool) -> bool:
@@ -175,7 +163,7 @@ def set_overlap(on: bool) -> bool:
     before it computes. Results do not change. All ranks must set the same value. It applies to all
     later calls and their backward passes.
     """
-    return bool(_set("overlap", int(bool(on))))
+    return bool(_set("overlap", "on", int(bool(on))))
 
 
 def set_grid(columns: int | None) -> int | None:
@@ -195,24 +183,21 @@ def set_grid(columns: int | None) -> int | None:
         TypeError: `columns` is neither None nor an integer.
         ValueError: `columns` is negative.
     """
-    before = _set("grid", _number("columns", columns, 0, "ranks", -1))
+    before = _set("grid", "columns", columns, -1, 0, "ranks")
     return None if before < 0 else before
 
 
-def _number(name: str, value: Any, least: int, unit: str, default: int) -> int:
-    """A whole number of at least `least`; the default for None."""
-    if value is None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise TypeError(f"{name}: expected a number of {unit}, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least} {unit}, got {value}")
-    return value
-
-
-def _set(setting: str, value: int) -> int:
-    """Change a setting of the process; returns its previous value."""
+def _set(
+    setting: str, name: str, value: Any, default: int = 0, least: int = 0, unit: str = ""
+) -> int:
+    """Change a setting to a whole number, or the default for None; returns its previous value."""
     global _chosen
+    if value is None:
+        value = default
+    elif not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}: expected a number of {unit}, got {type(value).__name__}")
+    elif value < least:
+        raise ValueError(f"{name}: expected at least {least} {unit}, got {value}")
     before: int = getattr(_chosen, setting)
     _chosen = _chosen._replace(**{setting: value})
     return before

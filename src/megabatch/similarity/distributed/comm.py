@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,13 @@ TERMS = 1024
 SEPARATOR = "|"
 
 
+class GridGroups(NamedTuple):
+    """The groups of rank (r, c) of a grid."""
+
+    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
+    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
+
+
 # --- names ----------------------------------------------------------------------------------------
 
 
@@ -47,25 +54,21 @@ def group_name(group: object) -> str:
         TypeError: `group` is none of these.
         ValueError: this process is no member of the group, or a mesh is none of these.
     """
+    available = dist.is_available()
     if isinstance(group, str) and group == "local":
         return ""
-    if not dist.is_available():
-        if group is not None:
-            raise TypeError(f"group: expected None or 'local', got {group!r}")
-        return ""
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: expected a group that this process is a member of")
-    if isinstance(group, DeviceMesh):
+    if available and isinstance(group, DeviceMesh):
         return _name_of_mesh(group)
-    if not (group is None or isinstance(group, dist.ProcessGroup)):
+    if available and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: expected a group that this process is a member of")
+    if group is None:
+        if not available or not dist.is_initialized():
+            return ""
+        group = dist.group.WORLD
+    if not available or not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group: expected None, 'local' or a process group or DeviceMesh, got {group!r}"
         )
-    if group is None:
-        if not dist.is_initialized():
-            return ""
-        group = dist.group.WORLD
-    assert isinstance(group, dist.ProcessGroup)
     return group.group_name if group.size() > 1 else ""
 
 
@@ -73,21 +76,17 @@ def group_name(group: object) -> str:
 def _name_of_mesh(mesh: DeviceMesh) -> str:
     if mesh.get_coordinate() is None:
         raise ValueError("group: expected a mesh that this process is a member of")
-    if mesh.ndim > 2:
-        raise ValueError(f"group: expected a mesh of 1 or 2 dimensions, got {mesh.ndim}")
     if mesh.ndim == 1:
         return group_name(mesh.get_group())
-    if mesh.size() == 1:
-        return ""
-    world = dist.group.WORLD
-    assert world is not None
-    if mesh.size() < world.size():
+    if mesh.ndim > 2:
+        raise ValueError(f"group: expected a mesh of 1 or 2 dimensions, got {mesh.ndim}")
+    if 1 < mesh.size() < dist.get_world_size():
         raise ValueError(
-            f"group: expected a mesh of all {world.size()} ranks, or of one dimension, "
+            f"group: expected a mesh of all {dist.get_world_size()} ranks, or of one dimension, "
             f"got one of {mesh.size()} ranks"
         )
-    groups = world, mesh.get_group(1), mesh.get_group(0)
-    return SEPARATOR.join(group.group_name for group in groups)
+    groups: tuple[Any, ...] = dist.group.WORLD, mesh.get_group(1), mesh.get_group(0)
+    return "" if mesh.size() == 1 else SEPARATOR.join(group.group_name for group in groups)
 
 
 def resolve(name: str) -> dist.ProcessGroup:
@@ -95,9 +94,10 @@ def resolve(name: str) -> dist.ProcessGroup:
     return torch_internals.resolve_group(name.split(SEPARATOR)[0])
 
 
-def mesh_groups(name: str) -> tuple[dist.ProcessGroup, ...]:
-    """For a mesh: the ranks that share this one's rows, and those that share its columns."""
-    return tuple(map(torch_internals.resolve_group, name.split(SEPARATOR)[1:]))
+def mesh_groups(name: str) -> GridGroups | None:
+    """The groups of a grid that is a mesh; None: it is none."""
+    _, *parts = map(torch_internals.resolve_group, name.split(SEPARATOR))
+    return GridGroups(*parts) if parts else None
 
 
 def rank_and_size(group: object) -> tuple[int, int]:
@@ -108,8 +108,7 @@ def rank_and_size(group: object) -> tuple[int, int]:
 
 @constant_in_graphs
 def _rank_and_size(name: str) -> tuple[int, int]:
-    members = resolve(name)
-    return members.rank(), members.size()
+    return resolve(name).rank(), resolve(name).size()
 
 
 # --- the handshake --------------------------------------------------------------------------------
@@ -162,22 +161,15 @@ def failures_of(what: str) -> Iterator[None]:
 class Pending:
     """A collective under way; its operands must not change until `wait`."""
 
-    def __init__(
-        self,
-        result: Tensor,
-        work: dist.Work | None = None,
-        what: str = "",
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        """`result` is filled at the end; `what` names the operation; group None: it has ended."""
-        self.result, self._work, self._what, self._group = result, work, what, group
+    def __init__(self, result: Tensor, end: Callable[[], None] | None = None) -> None:
+        """`result` is filled when `end`, which waits, returns; None: it is filled already."""
+        self.result, self._end = result, end
 
     def wait(self) -> Tensor:
         """The result, after its end: on the CPU in this thread, on a GPU in its stream."""
-        if self._group is not None:
-            with failures_of(self._what):
-                control.wait(self._work, self._group, self.result, self._what)
-        self._work = self._group = None
+        if self._end is not None:
+            self._end()
+        self._end = None
         return self.result
 
 
@@ -195,7 +187,12 @@ def _begin(
     asynchronous = hidden or not result.is_cuda
     with failures_of(what):
         work = collective(result, *given, group=group, async_op=asynchronous)
-    return Pending(result, work, what, group)
+
+    def end() -> None:
+        with failures_of(what):
+            control.wait(work, group, result, what)
+
+    return Pending(result, end)
 
 
 def all_reduce(tensor: Tensor, name: str, operation: str, how: Any = dist.ReduceOp.SUM) -> Tensor:

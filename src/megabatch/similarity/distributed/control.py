@@ -1,21 +1,20 @@
 """The control channel of a group: its ranks' hosts exchange a few bytes before each transfer.
 
 On one machine it is a socket to each other rank, read in the calling thread: 17 us, where Gloo's
-all-gather, with threads of its own and TCP, takes 690 (2 processes on 2 cores; 100 and 3,750 us
-with 4: benchmarks/handshake.py). Between machines it is Gloo. Either names the ranks that are gone
-or do not come.
+all-gather, with threads of its own and TCP, takes 690 (2 processes on 2 cores: docs/distributed).
+Between machines it is Gloo. Either names the ranks that are gone or do not come.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
+import os
 import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, finalize
@@ -44,15 +43,16 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     """
     if group not in _channels:
         on_cpu = has_cpu_backend(group)
-        own = torch_internals.group_backend(group, torch.device("cpu")) if on_cpu else None
-        backend = torch_internals.group_backend(group, device) if own is None else own
-        store = torch_internals.group_store(group)
+        backend = torch_internals.group_backend(group, torch.device("cpu") if on_cpu else device)
         place = group.rank(), group.size(), torch_internals.backend_timeout(backend)
-        made: Channel | None = sockets(dist.PrefixStore("megabatch hosts", store), *place)
+        board = Board(torch_internals.group_store(group), *place)
+        hosts = board.exchange("host", _host())
+        made: Channel | None = sockets(board) if len(set(hosts)) == 1 else None
         if made is None:
-            # Not by `new_group`, which all ranks of the world must call, members or not.
-            own = own or dist.ProcessGroupGloo(dist.PrefixStore("megabatch", store), *place)
-            made = GlooChannel(own, store, *place)
+            if not on_cpu:  # not by `new_group`, which all ranks of the world must call
+                backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", board.store), *place)
+            made = GlooChannel(backend, board)
+        made.hosts = hosts
         _channels[group] = made
     return _channels[group]
 
@@ -72,12 +72,40 @@ def wait(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor, what: s
         RuntimeError: it failed; between machines, on the CPU, a timeout names the missing ranks.
     """
     known = _channels.get(_watched_with.get(group, group))
-    if work is not None and isinstance(known, GlooChannel) and not like.is_cuda:
+    if isinstance(known, GlooChannel) and work is not None and not like.is_cuda:
         known.wait(work)
     elif work is not None:
         work.wait()
-    if like.is_cuda and isinstance(known, SocketChannel):
+    if isinstance(known, SocketChannel) and like.is_cuda:
         known.watch.track(what)
+
+
+def _host() -> str:
+    """A name that processes share if they are on one host, in one network namespace."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:  # no Linux
+        return socket.gethostname()
+
+
+class Board:
+    """The values that a group's ranks leave for one another in its store."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        store = dist.PrefixStore("megabatch", store)
+        # A store may outlive a group and hold its ranks' keys, so each group has a number.
+        number = (store.add("arrivals", 1) - 1) // size
+        self.store = dist.PrefixStore(str(number), store)
+        self.store.set(f"waits {rank}", "")  # for `GlooChannel`
+
+    def exchange(self, what: str, mine: str) -> list[str]:
+        """Every rank's value of this name, by rank; waits for the other ranks."""
+        self.store.set(f"{what} {self.rank}", mine)
+        keys = [f"{what} {rank}" for rank in range(self.size)]
+        self.store.wait(keys, self.timeout)
+        return [self.store.get(key).decode() for key in keys]
 
 
 # --- between machines -----------------------------------------------------------------------------
@@ -92,17 +120,16 @@ class GlooChannel:
     """A channel over the group's collectives on the CPU.
 
     Gloo's timeout names no rank: in a collective each rank waits for its neighbour, which may
-    itself be waiting. A rank that has waited for a while therefore writes its number into the
-    group's store. If its wait fails later, it looks up who else waits in the same call: the others
-    did not come.
+    itself be waiting. A rank that has waited for a while therefore says so in the group's store. If
+    its wait fails later, it looks up who else waits in the same call: the others did not come.
     """
 
-    def __init__(
-        self, backend: Any, store: dist.Store, rank: int, size: int, timeout: timedelta
-    ) -> None:
-        self.backend, self._rank, self._size = backend, rank, size
-        self._store = dist.PrefixStore("megabatch waiting", store)
-        self._notice = min(NOTICE, timeout.total_seconds() / 8)
+    hosts: Sequence[str] = ()  #: the name of each rank's host
+
+    def __init__(self, backend: Any, board: Board) -> None:
+        self.backend, self._rank, self._size = backend, board.rank, board.size
+        self._store = board.store.clone()  # a connection of its own, which no other thread occupies
+        self._notice = min(NOTICE, board.timeout.total_seconds() / 8)
         self._call = 0  #: the ranks' calls are numbered, as each begins with a `gather`
 
     def gather(self, mine: bytes) -> list[bytes]:
@@ -130,40 +157,35 @@ class GlooChannel:
             if work.is_completed():  # by now, or it failed at once, and Gloo says why
                 work.wait()
                 return
-        failed, waiting = queue.SimpleQueue[bool](), queue.SimpleQueue["set[int] | None"]()
-        # In a thread, as a store out of reach may never answer.
-        task = threading.Thread(target=self._say_so, args=(failed, waiting), daemon=True)
-        task.start()
+        self._say(str(self._call))
         try:
             work.wait()
         except RuntimeError as error:
-            failed.put(True)
-            raise RuntimeError(f"{error}; {self._missing(waiting)}") from error
-        failed.put(False)
+            raise RuntimeError(f"{error}; {self._missing()}") from error
+        self._say("")
 
-    def _say_so(
-        self, failed: queue.SimpleQueue[bool], waiting: queue.SimpleQueue[set[int] | None]
-    ) -> None:
-        """Enter this rank in the list of those that wait; find the others if the wait fails."""
-        key, found = f"waiting in call {self._call}", None
-        # The store may be out of reach, or of a kind that cannot append.
-        with contextlib.suppress(RuntimeError, AttributeError):
-            store: Any = self._store.clone()  # a connection of its own
-            store.append(key, f"{self._rank} ")
-            if failed.get():
-                time.sleep(2 * self._notice)  # ranks that began to wait last have not yet said so
-                found = {int(rank) for rank in store.get(key).split()}
-            else:
-                store.delete_key(key)
-        waiting.put(found)
+    def _say(self, waits_in: str) -> None:
+        """Tell the others in which call this rank waits; the store need not answer."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"waits {self._rank}", waits_in)
 
-    def _missing(self, waiting: queue.SimpleQueue[set[int] | None]) -> str:
-        found = None
-        with contextlib.suppress(queue.Empty):
-            found = waiting.get(timeout=2 * self._notice + ANSWER)
-        if found is None:
+    def _missing(self) -> str:
+        found: list[bytes] = []
+
+        def look_up() -> None:
+            # The store may be of a kind that cannot do this.
+            with contextlib.suppress(RuntimeError):
+                found.extend(self._store.multi_get([f"waits {r}" for r in range(self._size)]))
+
+        time.sleep(2 * self._notice)  # ranks that began to wait last have not yet said so
+        # In a thread, as a store out of reach may never answer.
+        task = threading.Thread(target=look_up, daemon=True)
+        task.start()
+        task.join(ANSWER)
+        if not found:
             return "the group's store, which knows the ranks that wait, does not answer"
-        missing = [str(rank) for rank in range(self._size) if rank not in found]
+        here = str(self._call).encode()
+        missing = [str(rank) for rank, waits_in in enumerate(found) if waits_in != here]
         if not missing:
             return "all ranks of the group wait: the network between them may have failed"
         several = "s" if len(missing) > 1 else ""
@@ -176,11 +198,11 @@ class GlooChannel:
 class SocketChannel:
     """A channel of sockets, one to each other rank."""
 
+    hosts: Sequence[str] = ()  #: the name of each rank's host
+
     def __init__(self, peers: dict[int, socket.socket], timeout: timedelta) -> None:
         """`peers`: by rank, without this one."""
-        self.peers = peers
-        self.seconds = timeout.total_seconds()
-        self.broken = False
+        self.peers, self.seconds, self.broken = peers, timeout.total_seconds(), False
         self.watch = Watch(peers)
         # When the group ends, not the program: one that leaves its group may have failed.
         finalize(self, self.watch.end).atexit = False
@@ -200,7 +222,7 @@ class SocketChannel:
             return [self._received(r, len(mine)) if r in self.peers else mine for r in ranks]
         except BaseException:
             # Bytes still to come would be taken for the next call's.
-            self.end()
+            self.break_off()
             raise
 
     def _received(self, rank: int, size: int) -> bytes:
@@ -218,7 +240,7 @@ class SocketChannel:
             raise RuntimeError(f"rank {rank} of the group is gone: {error}") from error
         return found
 
-    def end(self) -> None:
+    def break_off(self) -> None:
         """Make any later call an error, here and on other ranks, which still read what was sent.
 
         The sockets are not closed: closing one that has unread bytes discards those of the other
@@ -233,43 +255,33 @@ class SocketChannel:
 Channel = GlooChannel | SocketChannel
 
 
-def sockets(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SocketChannel | None:
+def sockets(board: Board) -> SocketChannel | None:
     """A channel between ranks of one machine; None on every rank if one of them cannot be reached.
 
     Addresses are abstract names (Linux), which need no file and end with the processes.
     """
     if sys.platform != "linux":
         return None
-    # A store may outlive a group and hold its ranks' keys, so each group's keys have a number.
-    turn = (store.add("arrivals", 1) - 1) // size
     peers: dict[int, socket.socket] = {}
-
-    def told(what: str, ranks: Iterable[int]) -> list[str]:
-        keys = [f"{turn} {what} {other}" for other in ranks]
-        store.wait(keys, timeout)
-        return [store.get(key).decode() for key in keys]
-
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.settimeout(timeout.total_seconds())
+        listener.settimeout(board.timeout.total_seconds())
         name = f"megabatch-{uuid.uuid4()}"
         listener.bind(f"\0{name}")
-        listener.listen(size)
-        store.set(f"{turn} name {rank}", name)
-        names = told("name", range(rank))
+        listener.listen(board.size)
+        names = board.exchange("name", name)
         try:
-            for other, its_name in enumerate(names):
-                peers[other] = socket.socket(socket.AF_UNIX)
-                peers[other].connect(f"\0{its_name}")
-                peers[other].sendall(rank.to_bytes(8, "little"))
+            for rank in range(board.rank):
+                peers[rank] = socket.socket(socket.AF_UNIX)
+                peers[rank].connect(f"\0{names[rank]}")
+                peers[rank].sendall(board.rank.to_bytes(8, "little"))
             reached = "yes"
         except OSError:
             reached = "no"
-        store.set(f"{turn} reached {rank}", reached)
-        if "no" in told("reached", range(size)):
+        if "no" in board.exchange("reached", reached):
             for peer in peers.values():
                 peer.close()
             return None
-        for _ in range(rank + 1, size):  # their connections are waiting already
+        for _ in range(board.rank + 1, board.size):  # their connections are waiting already
             peer, _ = listener.accept()
             peers[int.from_bytes(peer.recv(8, socket.MSG_WAITALL), "little")] = peer
-    return SocketChannel(peers, timeout)
+    return SocketChannel(peers, board.timeout)

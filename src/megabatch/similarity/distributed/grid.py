@@ -1,12 +1,10 @@
-"""The hosts of a group's ranks, and its division into a grid of ranks."""
+"""The division of a group's ranks into a grid."""
 
 from __future__ import annotations
 
 import functools
-import os
-import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,22 +13,10 @@ import torch.distributed as dist
 from megabatch import torch_internals
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control
-from megabatch.similarity.distributed.comm import failures_of
+from megabatch.similarity.distributed.comm import GridGroups
 
-#: Bytes of a host's name in the exchange.
-LENGTH = 128
-
-
-class GridGroups(NamedTuple):
-    """The groups of this rank (r, c) of a grid of R x C."""
-
-    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
-    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
-
-
-_hosts: WeakKeyDictionary[dist.ProcessGroup, list[str]] = WeakKeyDictionary()
-#: Grids of a group by the setting and the number of columns; None: it is no grid.
-_grids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], GridGroups | None]] = (
+#: The groups made of a group, by the order of its ranks and the number of columns.
+_grids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, int], GridGroups]] = (
     WeakKeyDictionary()
 )
 
@@ -45,19 +31,16 @@ def grid_groups(
     Args:
         name: of the group. sizes: (rows by rank, columns by rank). row: bytes of a row's features.
         device: of the group's tensors.
-
-    Raises:
-        CommunicationError: a rank is gone or does not come in time.
     """
+    group, found, most = (
+        comm.resolve(name),
+        comm.mesh_groups(name),
+        most_sharing(max(sizes[0]), row),
+    )
     if min(map(min, sizes)) == 0:
         return None
-    group, mesh = comm.resolve(name), comm.mesh_groups(name)
-    most = most_sharing(max(sizes[0]), row)
-    found = None
-    if mesh:
-        found = GridGroups(*mesh)
-    elif group is dist.group.WORLD:  # all ranks of the world have to help make its groups
-        found = _of_all(group, device, most)
+    if found is None and group is dist.group.WORLD:  # all its ranks have to help make groups
+        found = _of_world(group, device, most)
     if found is None or found.rows.size() > most:
         return None
     for part in found:
@@ -81,63 +64,31 @@ def columns_for(hosts: int, ranks: int, most: int) -> int:
     return min(widths, key=received.__getitem__) * ranks if widths else 0
 
 
-def by_rank(group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """The name of each rank's host; the ranks exchange it once, on first use.
-
-    Args:
-        device: of the group's tensors.
-
-    Raises:
-        CommunicationError: a rank is gone or sends nothing in time.
-    """
-    if group not in _hosts:
-        channel = control.channel(group, device)
-        if isinstance(channel, control.SocketChannel):  # these reach one host alone
-            _hosts[group] = [""] * group.size()
-        else:
-            with failures_of(f"hosts of a group, rank {dist.get_rank()}"):
-                rows = channel.gather(_host().encode()[:LENGTH].ljust(LENGTH))
-            _hosts[group] = [row.decode(errors="replace").strip() for row in rows]
-    return _hosts[group]
-
-
 @functools.lru_cache(maxsize=8)
 def host_by_host(names: tuple[str, ...]) -> tuple[list[int], int]:
     """The ranks host by host, and the number of ranks of each host; 0 if they differ in it."""
-    ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(names):
-        ranks.setdefault(name, []).append(rank)
-    sizes = {len(some) for some in ranks.values()}
-    return [rank for some in ranks.values() for rank in some], sizes.pop() if len(sizes) == 1 else 0
+    counts = [names.count(name) for name in names]
+    order = sorted(range(len(names)), key=lambda rank: names.index(names[rank]))
+    return order, counts[0] if len(set(counts)) == 1 else 0
 
 
-def _of_all(group: dist.ProcessGroup, device: torch.device, most: int) -> GridGroups | None:
+def _of_world(group: dist.ProcessGroup, device: torch.device, most: int) -> GridGroups | None:
     """The grid of all ranks; its groups are made on first use."""
-    setting = columns = settings.current().grid
-    order = list(range(group.size()))
-    if setting < 0:
-        order, on_each = host_by_host(tuple(by_rank(group, device)))
-        columns = columns_for(len(order) // on_each, on_each, most) if on_each else 0
-    known, key = _grids.setdefault(group, {}), (setting, columns)
-    if key not in known and (columns == 0 or len(order) % columns):
-        known[key] = None
-    elif key not in known:
+    columns, order = settings.current().grid, list(range(group.size()))
+    by_hosts = columns < 0
+    if by_hosts:
+        order, each = host_by_host(tuple(control.channel(group, device).hosts))
+        columns = columns_for(len(order) // each, each, most) if each else 0
+    if columns == 0 or len(order) % columns:
+        return None
+    known = _grids.setdefault(group, {})
+    if (by_hosts, columns) not in known:
         table = [order[i : i + columns] for i in range(0, len(order), columns)]
         # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
         timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
-        rows, _ = dist.new_subgroups_by_enumeration(table, timeout)
-        turned = [list(column) for column in zip(*table, strict=True)]
-        cols, _ = dist.new_subgroups_by_enumeration(turned, timeout)
-        assert isinstance(rows, dist.ProcessGroup)
-        assert isinstance(cols, dist.ProcessGroup)
-        known[key] = GridGroups(rows, cols)
-    return known[key]
-
-
-def _host() -> str:
-    """A name that processes share if they are on one host, in one network namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            return f"{boot.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:  # no Linux
-        return socket.gethostname()
+        made: list[Any] = [
+            dist.new_subgroups_by_enumeration(parts, timeout)[0]
+            for parts in (table, [list(column) for column in zip(*table, strict=True)])
+        ]
+        known[by_hosts, columns] = GridGroups(*made)
+    return known[by_hosts, columns]

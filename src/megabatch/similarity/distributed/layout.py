@@ -29,7 +29,8 @@ class Layout:
         self, group: dist.ProcessGroup | None, sizes: Sequence[int], operation: str
     ) -> None:
         """`group`: None for this rank alone. `sizes`: rows by rank. `operation`: for errors."""
-        self.group, self.sizes, self.operation = group, list(sizes), operation
+        self.group = None if len(sizes) == 1 else group
+        self.sizes, self.operation = list(sizes), operation
         self.rank = 0 if group is None else group.rank()
         self.starts = list(accumulate(sizes, initial=0))  #: of each rank's rows; the end of all
         self.size = self.starts[-1]  #: number of rows

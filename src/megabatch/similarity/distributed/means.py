@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name, rank_and_size
-from megabatch.similarity.ops import Operator, operator
+from megabatch.similarity.ops import Operator
 
 
 def global_mean(
@@ -48,18 +48,14 @@ def global_mean(
         ValueError: no process has a row and there are no weights.
         CommunicationError: another process is gone, or did not make its call in time.
     """
-    if weights is None and batch is not None:
-        size = rank_and_size(group)[1]
-        if torch.compiler.is_compiling():
-            return values.sum() * (size / batch.to(values.dtype))
-        count = int(batch)
-        _check_count(count, name)
-        return values.sum() * (size / count)
-    if weights is None and not group_name(group):
-        _check_count(values.shape[0], name)
-        return values.mean()
-    total = values.sum() if weights is None else (weights * values).sum()
-    return share_of_mean(total, values.shape[0], group, weights, name=name)
+    if weights is not None:
+        return share_of_mean((weights * values).sum(), len(values), group, weights, name=name)
+    if batch is None:
+        return share_of_mean(values.sum(), len(values), group, name=name)
+    size = rank_and_size(group)[1]
+    if torch.compiler.is_compiling():
+        return values.sum() * (size / batch.to(values.dtype))
+    return values.sum() * (size / _checked(int(batch), name))
 
 
 def share_of_mean(
@@ -71,19 +67,41 @@ def share_of_mean(
         total: scalar, the (weighted) sum. rows: the number of rows that it sums over. group,
             weights, name: as in `global_mean`.
     """
-    name_of_group, (_, size) = group_name(group), rank_and_size(group)
-    weight = None if weights is None else weights.detach().sum()
-    if name_of_group:
-        weight = _global_weight(total.detach(), rows, weight, name_of_group, name)
-    elif weight is None:
-        _check_count(rows, name)
-        return total / rows
+    size = rank_and_size(group)[1]
+    if weights is None and size == 1:
+        return total / _checked(rows, name)
+    weight = total.detach().new_full((), rows) if weights is None else weights.detach().sum()
+    if size > 1:
+        weight = _global_weight(weight, weights is not None, rows, group, name)
     return total * size / weight.masked_fill(weight == 0, 1)
 
 
-def _check_count(count: int, name: str) -> None:
+def _global_weight(own: Tensor, weighted: bool, rows: int, group: object, name: str) -> Tensor:
+    """The number of rows of all ranks, or the sum of their weights, without a handshake.
+
+    On the CPU every rank checks the result. On a GPU that would make the host wait, so only a rank
+    without rows does. Unchecked, the result is NaN if some ranks alone pass weights, or if there is
+    nothing to count.
+    """
+    size = rank_and_size(group)[1]
+    passed = torch.full_like(own, weighted)
+    weight, passes = sum_over_ranks(torch.stack([own, passed]).double(), group).unbind()
+    wrong, on_host = passes != weighted * size, own.device.type == "cpu"
+    if not torch.compiler.is_compiling():
+        if on_host and wrong:
+            raise ValueError(
+                f"weights: expected on all ranks or on none, got them on {int(passes)} of {size}"
+            )
+        if not weighted and (on_host or rows == 0):
+            _checked(int(weight), name)
+    wrong = wrong if weighted else wrong | (weight == 0)
+    return weight.masked_fill(wrong, math.nan).to(own.dtype)
+
+
+def _checked(count: int, name: str) -> int:
     if count == 0:
         raise ValueError(f"{name}: expected at least one row over all processes, got 0")
+    return count
 
 
 def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> Tensor:
@@ -98,12 +116,21 @@ def mean_row(features: Tensor, group: object, weights: Tensor | None = None) -> 
     dtype = accumulator_dtype(features.dtype)
     if weights is None:
         # The count stays a tensor: reading it would make the host wait for other ranks.
-        weights = features.new_ones(features.shape[0], dtype=dtype)
-        rows = features.sum(0, dtype=dtype)
+        weight = features.new_full((), features.shape[0], dtype=dtype)
     else:
-        rows = (weights[:, None] * features).sum(0, dtype=dtype)
-    total = sum_over_ranks(weights.detach().sum(), group)
-    return sum_over_ranks(rows, group) / total.masked_fill(total == 0, 1)
+        weight, features = weights.detach().sum(), weights[:, None] * features
+    total = sum_over_ranks(weight, group)
+    return sum_over_ranks(features.sum(0, dtype=dtype), group) / total.masked_fill(total == 0, 1)
+
+
+def log_mean_exp(values: Tensor, group: object) -> Tensor:
+    """The logarithm of the mean of e^values over all processes' (m,) values, (); no gradient."""
+    rank, size = rank_and_size(group)
+    values = values.detach()
+    own = torch.stack([values.logsumexp(0), values.new_full((), values.shape[0])])
+    by_rank = F.pad(own[None], (0, 0, rank, size - 1 - rank))
+    logs, counts = sum_over_ranks(by_rank, group).unbind(1)
+    return logs.logsumexp(0) - counts.sum().log()
 
 
 def pair_ids(n: int, group: object, *, device: torch.device | None = None) -> Tensor:
@@ -112,8 +139,16 @@ def pair_ids(n: int, group: object, *, device: torch.device | None = None) -> Te
     They are consecutive and start at 2**40 times the process's rank in the group, so no process
     needs to know how many rows the others have.
     """
-    rank, _ = rank_and_size(group)
-    return torch.arange(n, device=device) + (rank << 40)
+    return torch.arange(n, device=device) + (rank_and_size(group)[0] << 40)
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+
+def sum_over_ranks(values: Tensor, group: object) -> Tensor:
+    """The sum over processes, the same on each; the backward pass sums the upstream gradients."""
+    name = group_name(group)
+    return _sum(values, name) if name else values
 
 
 def replicated(parameter: Tensor, group: object) -> Tensor:
@@ -129,21 +164,7 @@ def replicated(parameter: Tensor, group: object) -> Tensor:
     return _replicated(parameter, name) if name and parameter.requires_grad else parameter
 
 
-def sum_over_ranks(values: Tensor, group: object) -> Tensor:
-    """The sum over processes, the same on each; the backward pass sums the upstream gradients."""
-    name = group_name(group)
-    return _sum_over_ranks(values, name) if name else values
-
-
-def log_mean_exp(values: Tensor, group: object) -> Tensor:
-    """The logarithm of the mean of e^values over all processes' (m,) values, (); no gradient."""
-    return _log_mean_exp(values.detach(), group_name(group))
-
-
-# --- the operators --------------------------------------------------------------------------------
-
-
-def _elementwise(
+def _operator(
     name: str, function: Callable[..., Tensor], backward: Callable[[Tensor, str], Tensor]
 ) -> Operator:
     """An operator of values of any shape and a group's name; `backward`: of its gradient."""
@@ -157,7 +178,7 @@ def _elementwise(
     return made
 
 
-def _sum(values: Tensor, group: str) -> Tensor:
+def _all_reduced(values: Tensor, group: str) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)
     return comm.all_reduce(total, group, "sum over ranks")
 
@@ -166,48 +187,7 @@ def _copy(values: Tensor, group: str) -> Tensor:
     return values.clone()
 
 
-_sum_over_ranks: Operator = _elementwise(
-    "sum_over_ranks", _sum, lambda g, group: _sum_over_ranks(g, group)
+_sum: Operator = _operator("sum_over_ranks", _all_reduced, lambda g, group: _sum(g, group))
+_replicated = _operator(
+    "replicated", _copy, lambda g, group: _sum(g, group) / comm.resolve(group).size()
 )
-_replicated = _elementwise(
-    "replicated", _copy, lambda g, group: _sum_over_ranks(g, group) / comm.resolve(group).size()
-)
-
-
-@operator("global_weight", group_argument=3)
-def _global_weight(like: Tensor, rows: int, weight: Tensor | None, group: str, name: str) -> Tensor:
-    """The number of rows of all ranks, or the sum of their weights, without a handshake.
-
-    On the CPU every rank checks the result. On a GPU that would make the host wait, so only a rank
-    without rows checks it, and if some ranks pass weights and others do not, the result is NaN.
-    """
-    size = comm.resolve(group).size()
-    # The sum, and the number of ranks that pass weights.
-    own = like.new_full((), rows) if weight is None else weight
-    given = like.new_full((), 0 if weight is None else 1)
-    numbers = torch.stack([own.double(), given.double()])
-    comm.all_reduce(numbers, group, f"global_mean of {name}")
-    weighted = 0 if weight is None else size
-    on_host = like.device.type == "cpu"
-    if on_host and numbers[1] != weighted:
-        raise ValueError(
-            f"weights: expected on all ranks or on none, got them on {int(numbers[1])} of {size}"
-        )
-    if weight is None and (on_host or rows == 0):
-        _check_count(int(numbers[0]), name)
-    return numbers[0].masked_fill(numbers[1] != weighted, math.nan).to(like.dtype)
-
-
-@operator("log_mean_exp", group_argument=1)
-def _log_mean_exp(values: Tensor, group: str) -> Tensor:
-    peak = values.max() if values.numel() else values.new_full((), -math.inf)
-    if group:
-        comm.all_reduce(peak, group, "log_mean_exp", dist.ReduceOp.MAX)
-    total = torch.stack([(values - peak).exp().sum(), values.new_full((), values.numel())])
-    if group:
-        comm.all_reduce(total, group, "log_mean_exp")
-    return (total[0] / total[1]).log() + peak
-
-
-for _operator in (_global_weight, _log_mean_exp):
-    _operator.register_fake(lambda values, *_: values.new_empty(()))

@@ -69,29 +69,23 @@ class Ranks:
             name: of the group. sizes: (rows by rank, columns by rank). operation: its name in
                 errors. features: this rank's, (m, d). symmetric: x against itself. grid: whether
                 ranks may share rows.
-
-        Raises:
-            CommunicationError: a rank is gone or does not come in time.
         """
         self.name, self.operation, self.symmetric = name, operation, symmetric
-        group = comm.resolve(name)
+        group, (row_sizes, col_sizes) = comm.resolve(name), sizes
         self.rank, self.n = group.rank(), group.size()
-        row_sizes, col_sizes = sizes
         self._even = len(set(col_sizes)) == len(set(row_sizes)) == 1
-        row_bytes = features.shape[1] * features.element_size()
-        groups = None
+        row_bytes, groups = features.shape[1] * features.element_size(), None
         if grid and not symmetric:
             groups = grid_groups(name, sizes, row_bytes, features.device)
         self.is_grid = groups is not None
         if groups is None:
             self.rows = Layout(None, [row_sizes[self.rank]], operation)
             self.cols = Layout(group, col_sizes, operation)
-        else:
-            members, layouts = dist.get_process_group_ranks(group), []
-            for part, own in zip(groups, sizes, strict=True):
-                shared = [own[members.index(k)] for k in dist.get_process_group_ranks(part)]
-                layouts.append(Layout(part if part.size() > 1 else None, shared, operation))
-            self.rows, self.cols = layouts
+        else:  # of all ranks, so that a rank is an index
+            self.rows, self.cols = (
+                Layout(part, [own[k] for k in dist.get_process_group_ranks(part)], operation)
+                for part, own in zip(groups, sizes, strict=True)
+            )
         #: index of this rank's first column, and row, among those of all ranks
         self.start = sum(col_sizes[: self.rank])
         self.row_start = self.start - self.rows.own.start
@@ -107,8 +101,7 @@ class Ranks:
 
         The forward pass fills them, the backward pass need not gather again.
         """
-        n = self.cols.size
-        m = self.rows.size if self.rows.group is not None else 0
+        n, m = self.cols.size, self.rows.size if self.rows.group is not None else 0
         if not (self.one_round and self._even and 0 < n + m <= len(features)):
             return None, None
         return features[n : n + m] if m else None, features[:n]
@@ -116,11 +109,9 @@ class Ranks:
     def rounds(
         self, side: Side, saved: Tensor | None = None, filled: bool = False
     ) -> Iterator[Round]:
-        """Gather this rank's columns and the others' in rounds.
+        """Gather this rank's columns and the others' in rounds. `saved`, `filled`: of a single one.
 
         The first round is on its way at once, each other one while the round before is computed.
-
-        saved, filled: as of `Layout.gather`.
         """
         parts = list(strips(self.cols.padded, self._step)) or [slice(0, 0)]
         return self._rounds(Round(self, parts[0], side, saved, filled), parts[1:], side)
@@ -157,58 +148,52 @@ class Round:
             yield from self._half()
             return
         ranks, own, size = self.ranks, self.layout.own, self.layout.size
-        rows, behind = slice(0, ranks.rows.size), ranks.row_start + ranks.rows.size
+        rows, row_start = slice(0, ranks.rows.size), ranks.row_start
         hides = self._coming.under_way and own.stop - own.start >= LARGE
         if ranks.one_round and not ranks.is_grid and not hides:
-            yield Part(rows, slice(0, size), ranks.row_start, 0, self._coming.wait())
+            yield Part(rows, slice(0, size), row_start, 0, self._coming.wait())
             return
-        start = ranks.start + self.own.start
-        yield Part(rows, own, ranks.row_start, start, self._side)
+        yield Part(rows, own, row_start, ranks.start + self.own.start, self._side)
+        everyone, behind = self._coming.wait(), row_start + rows.stop
         for cols in (slice(own.stop, size), slice(0, own.start)):
             if cols.start < cols.stop:
-                side = self._coming.wait().narrow(cols)
-                yield Part(rows, cols, ranks.row_start, behind, side)
-        self._coming.wait()
+                yield Part(rows, cols, row_start, behind, everyone.narrow(cols))
 
     def _half(self) -> Iterator[Part]:
         """x against itself, apart from this rank's own triangle."""
-        ranks, layout = self.ranks, self.layout
+        ranks, layout, columns = self.ranks, self.layout, self._coming.wait()
         behind = ranks.row_start + ranks.rows.size
-        columns = self._coming.wait()
         for owner, rows, skipped in half(ranks.rank, ranks.cols.sizes):
             first, last = layout.starts[owner : owner + 2]
             cols = slice(first + max(0, skipped - self._part.start), last)
-            if rows.start < rows.stop and cols.start < cols.stop:
-                yield Part(rows, cols, ranks.row_start, behind, columns.narrow(cols))
+            if rows and cols.start < cols.stop:
+                side = columns.narrow(cols)
+                yield Part(slice(0, rows), cols, ranks.row_start, behind, side)
 
     def by_rank(self) -> Iterator[tuple[int, Side]]:
         """Consecutive columns of all ranks, and the index of the first; without a grid."""
-        columns, layout = self._coming.wait(), self.layout
+        columns, starts = self._coming.wait(), self.layout.starts
         if self.ranks.one_round:
             yield 0, columns
             return
-        for rank, start in enumerate(self.ranks.cols.starts[:-1]):
-            some = slice(*layout.starts[rank : rank + 2])
-            yield start + self._part.start, columns.narrow(some)
+        for start, first, last in zip(self.ranks.cols.starts, starts, starts[1:], strict=False):
+            yield start + self._part.start, columns.narrow(slice(first, last))
 
 
-def half(rank: int, sizes: Sequence[int]) -> Iterator[tuple[int, slice, int]]:
+def half(rank: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """The blocks of x against itself that a rank computes, apart from its own triangle.
 
     They are all its rows against the ranks that are less than half of the way before it; of the
     block of two opposite ranks, each computes a half.
 
-    Yields the rank of the columns, this rank's rows, and how many of the columns to leave out.
+    Yields the rank of the columns, how many of the own rows to take, and how many columns to skip.
     """
-    n = len(sizes)
+    n, own = len(sizes), sizes[rank]
     for step in range(1, (n + 1) // 2):
-        yield (rank - step) % n, slice(0, sizes[rank]), 0
+        yield (rank - step) % n, own, 0
     if n % 2 == 0:
         other = (rank + n // 2) % n
-        if rank < other:
-            yield other, slice(0, sizes[rank] // 2), 0
-        else:
-            yield other, slice(0, sizes[rank]), sizes[other] // 2
+        yield (other, own // 2, 0) if rank < other else (other, own, sizes[other] // 2)
 
 
 def round_rows(size: int, row: int) -> int:
@@ -254,12 +239,11 @@ def agree(
     Args:
         group: its name; "" for this process alone, without communication.
         call: the public function's name and, after a comma, more on which ranks must agree.
-        description: of the call's arguments, on which they must agree. sizes: this rank's numbers
-            of rows and columns. symmetric: x against itself.
+        description: of the call's arguments, likewise. sizes: this rank's numbers of rows and
+            columns. symmetric: x against itself.
 
     Returns:
-        The ranks, None for this process alone, and the numbers of rows and columns of each, as
-        of `new_sizes`.
+        The ranks, None for this process alone, and their sizes, as of `new_sizes`.
 
     Raises:
         ValueError: the ranks disagree; the message says what each had.
@@ -269,7 +253,7 @@ def agree(
         return None, new_sizes(group, x)
     common, mesh = f"{call}, {description}, {terms()}", comm.mesh_groups(group)
     if mesh:
-        common += f", mesh: {mesh[1].size()} x {mesh[0].size()}"
+        common += f", mesh: {mesh.cols.size()} x {mesh.rows.size()}"
     table = torch.tensor(comm.agree(group, common, sizes, x.device), device="cpu").T
     return ranks_again(group, call, table, x, symmetric, ""), table
 

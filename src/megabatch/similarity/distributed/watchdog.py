@@ -1,9 +1,8 @@
 """A watchdog that reports a transfer stuck on a lost rank, and can end the process.
 
-NCCL waits on the GPU, where no Python code sees another rank die. torch's own watchdog acts only
-after the group's timeout (docs/distributed.md). Ranks on one machine have sockets between them
-(`control`), which the operating system closes when a process dies, so this watchdog notices within
-seconds.
+NCCL waits on the GPU, where no Python code sees another rank die, and torch's own watchdog acts
+only after the group's timeout. The system closes the sockets of a process that dies (`control`), so
+this one notices it within seconds.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ class Watch:
     def __init__(self, peers: dict[int, socket.socket]) -> None:
         """`peers`: a socket to each other rank."""
         self._peers = peers
+        #: Recent transfers; each event is reached when its transfer has ended.
         self._waits: deque[tuple[str, torch.cuda.Event]] = deque()
         self._process = os.getpid()
         self._begun = self._done = False
@@ -82,18 +82,17 @@ class Watch:
             peer.close()
 
     def _run(self) -> None:
-        """Wait until a rank is lost, then check whether a transfer is stuck."""
-        poll, ranks = select.poll(), dict[int, int]()
-        with contextlib.suppress(OSError, ValueError):  # the channel closed its sockets already
-            for rank, peer in self._peers.items():
-                ranks[peer.fileno()] = rank
-                poll.register(peer, select.POLLRDHUP)
+        """Report, once, a transfer that is stuck after a rank was lost."""
+        poll, ranks = select.poll(), {peer.fileno(): rank for rank, peer in self._peers.items()}
+        for file in ranks.keys() - {-1}:  # -1: of a channel that has ended meanwhile
+            poll.register(file, select.POLLRDHUP)
         while ranks and not self._done:
             for file, _ in poll.poll():
                 rank = ranks.pop(file)
                 poll.unregister(file)
-                if not self._done and not self._said_goodbye(rank) and self._is_stuck(rank):
-                    return  # reported; other ranks may be lost for the same reason
+                if not self._said_goodbye(rank) and (stuck := self._stuck()):
+                    report(f"{stuck}: this GPU waits for rank {rank} of the group, which is gone")
+                    return  # other ranks may be lost for the same reason
 
     def _said_goodbye(self, rank: int) -> bool:
         with contextlib.suppress(OSError):
@@ -102,19 +101,20 @@ class Watch:
             return unread.endswith(GOODBYE)
         return False
 
-    def _is_stuck(self, rank: int) -> bool:
-        """Whether a transfer is stuck. The host may still launch others meanwhile."""
-        stuck, since = None, time.monotonic()
+    def _stuck(self) -> str:
+        """Wait for a transfer that does not end in time; "" if the group ends first.
+
+        The host may still launch others meanwhile.
+        """
+        first, since = None, time.monotonic()
         while not self._done:
-            # The first transfer that has not ended.
             now = next((wait for wait in tuple(self._waits) if not wait[1].query()), None)
-            if now is None or now is not stuck:
-                stuck, since = now, time.monotonic()
+            if now is None or now is not first:
+                first, since = now, time.monotonic()
             elif time.monotonic() - since > GRACE:
-                report(f"{now[0]}: this GPU waits for rank {rank} of the group, which is gone")
-                return True
+                return now[0]
             time.sleep(GRACE / 20)
-        return False
+        return ""
 
 
 def report(why: str) -> None:
@@ -125,10 +125,11 @@ def report(why: str) -> None:
     is configured not to end the process, neither does this one.
     """
     stays = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") in ("0", "2")
-    ends = _abort and not stays
-    then = "the process ends" if ends else "torch's watchdog acts when the group's timeout is over"
+    then = (
+        "the process ends" if _abort else "torch's watchdog acts when the group's timeout is over"
+    )
     if stays:
         then = "TORCH_NCCL_ASYNC_ERROR_HANDLING says that the process stays"
     os.write(2, f"megabatch: CommunicationError: {why}; {then}\n".encode())
-    if ends:
+    if _abort and not stays:
         os._exit(1)

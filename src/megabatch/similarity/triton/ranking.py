@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import settings
+from megabatch.similarity.matrix import Side
 from megabatch.similarity.slices import strips
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import aligned, new_descriptor
@@ -29,70 +30,66 @@ WIDEST = 65_536
 
 
 class FusedScores:
-    """The scores of x (m, d) against chunks of columns; see `ranking.Scores`."""
+    """The scores of rows against chunks of columns; see `ranking.Scores`."""
 
-    def __init__(self, x: Tensor, ids: Tensor | None) -> None:
-        self.x, self.ids = aligned(x), None if ids is None else ids.contiguous()
-        self.config = launch_config("forward", x)
+    def __init__(self, rows: Side) -> None:
+        self._rows, self._m = _contiguous(rows), len(rows.features)
+        self.config = launch_config("forward", rows.features)
         # Masks of a tile's ids spill from 4 warps' registers (sm_90: 150 bytes a thread).
-        self.warps = self.config.warps if ids is None else 8
+        self.warps = self.config.warps if rows.ids is None else 8
 
-    def find(self, y: Tensor, target: Tensor, score: Tensor) -> None:
+    def find(self, cols: Side, target: Tensor, score: Tensor) -> None:
         """Write row i's score of its target to score[i] if target[i] is one of these columns."""
-        self.count(y, target, score, None, None, None)
+        self._launch(cols._replace(ids=None), target, score, None, None)
 
-    def count(
-        self,
-        y: Tensor,
-        target: Tensor,
-        score: Tensor,
-        ids: Tensor | None,
-        above: Tensor | None,
-        equal: Tensor | None,
+    def count(self, cols: Side, target: Tensor, score: Tensor, counts: Tensor) -> None:
+        """Add to `counts` (2, m), int64, how many columns score above and equal; see `ranks`."""
+        self._launch(cols, target, score, *counts)
+
+    def _launch(
+        self, cols: Side, target: Tensor, score: Tensor, above: Tensor | None, equal: Tensor | None
     ) -> None:
-        """Add to `above` and `equal`, int64 (m,), the columns that score so; see `ranks`.
+        """`count`, or `find` by the same kernel."""
+        (x, row_ids, *_), (y, col_ids, *_), config = self._rows, _contiguous(cols), self.config
+        n = len(y)
+        if self._m and n:
+            ranks.launch(
+                cdiv(self._m, TILE) * cdiv(n, TILE * COL_TILES),
+                x=new_descriptor(x, config.bk), y=new_descriptor(y, config.bk),
+                target=target.contiguous(), score=score, above=above, equal=equal,
+                row_ids=None if col_ids is None else row_ids, col_ids=col_ids,
+                m=self._m, n=n, d=x.shape[1], BK=config.bk, COL_TILES=COL_TILES, GROUP=GROUP,
+                num_warps=self.warps, num_stages=config.stages,
+            )  # fmt: skip
 
-        Both None: `find`, by the same kernel.
-        """
-        y, config = aligned(y), self.config
-        target, ids = target.contiguous(), None if ids is None else ids.contiguous()
-        (m, d), n = self.x.shape, len(y)
-        if m == 0 or n == 0:
-            return
-        ranks.launch(
-            cdiv(m, TILE) * cdiv(n, TILE * COL_TILES),
-            x=new_descriptor(self.x, config.bk), y=new_descriptor(y, config.bk),
-            target=target, score=score, above=above, equal=equal,
-            row_ids=None if ids is None else self.ids, col_ids=ids, m=m, n=n, d=d,
-            BK=config.bk, COL_TILES=COL_TILES, GROUP=GROUP,
-            num_warps=self.warps, num_stages=config.stages,
-        )  # fmt: skip
-
-    def best(self, y: Tensor, ids: Tensor | None, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    def best(self, cols: Side, k: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Yield (rows, scores, columns) of the best, part by part; see `ranking.Scores`."""
-        y, config = aligned(y), self.config
-        ids = None if ids is None else ids.contiguous()
-        (m, d), n = self.x.shape, len(y)
+        (x, row_ids, *_), (y, col_ids, *_), bk = self._rows, _contiguous(cols), self.config.bk
+        m, n = self._m, len(y)
         if m == 0 or n == 0:
             return
-        out = self.x.new_empty(_block(m, n, settings.workspace(self.x)), dtype=torch.float32)
+        out = x.new_empty(_block(m, n, settings.workspace(x)), dtype=torch.float32)
         tops = out.new_empty(len(out), out.shape[1] // TILE)
-        xd, yd = new_descriptor(self.x, config.bk), new_descriptor(y, config.bk)
+        xd, yd = new_descriptor(x, bk), new_descriptor(y, bk)
         for i in strips(m, len(out)):
             for j in strips(n, out.shape[1]):
                 rows, columns = i.stop - i.start, j.stop - j.start
                 tiles = cdiv(columns, TILE)
                 scores.launch(
                     cdiv(rows, TILE) * tiles, x=xd, y=yd, out=out, tops=tops,
-                    row_ids=None if ids is None else self.ids, col_ids=ids,
-                    row_start=i.start, col_start=j.start, m=rows, n=columns, d=d,
-                    out_stride=out.stride(0), tops_stride=tops.stride(0),
-                    BK=config.bk, GROUP=GROUP,
-                    num_warps=8, num_stages=config.stages,  # 4 spill 1.4 kB by Triton 3.6
+                    row_ids=None if col_ids is None else row_ids, col_ids=col_ids,
+                    row_start=i.start, col_start=j.start, m=rows, n=columns, d=x.shape[1],
+                    out_stride=out.stride(0), tops_stride=tops.stride(0), BK=bk, GROUP=GROUP,
+                    num_warps=8, num_stages=self.config.stages,  # 4 spill 1.4 kB by Triton 3.6
                 )  # fmt: skip
                 block = out[:rows, : tiles * TILE], tops[:rows, :tiles]
                 value, column = _best(*block, min(k, columns))
                 yield i, value, column + j.start
+
+
+def _contiguous(side: Side) -> Side:
+    """The side's features and ids as kernels take them."""
+    return Side(aligned(side.features), None if side.ids is None else side.ids.contiguous())
 
 
 def _block(m: int, n: int, workspace: int) -> tuple[int, int]:
