@@ -80,16 +80,17 @@ def test_a_grid_holds_the_rows_and_the_columns_that_ranks_share(loss, rows, shar
     assert 0 < planned - shared < (512 << 20) + 8 * rows * width + 0.03 * shared
 
 
-@pytest.mark.parametrize(
-    ("gpus", "hosts", "shared"), [(1024, 128, (64, 16)), (16, 2, (8, 2)), (8, 1, (1, 8))]
-)
-def test_x_against_itself_holds_the_rows_and_columns_that_ranks_share(gpus, hosts, shared):
+@pytest.mark.parametrize(("gpus", "hosts"), [(1024, 128), (16, 2), (8, 1)])
+def test_x_against_itself_takes_no_grid(gpus, hosts):
+    """All columns are gathered, at once if they fit."""
     rows, width = 1024, 768  # of two views
     config = replace(TrainConfig(), loss="ntxent")
     planned = loss_bytes(config, rows // 2, width, torch.bfloat16, "cuda", gpus, hosts=hosts)
-    saved = gpus if gpus * rows * width * 2 <= settings.DEFAULT_GATHER else 0
-    least = (2 * (saved or sum(shared)) + 4 * sum(shared)) * rows * width
-    assert 0 < planned - least < (512 << 20) + 16 * rows * width
+    least = settings.DEFAULT_GATHER // schedule.ROUND * (3 + 2 * 2)
+    if gpus * rows * width * 2 <= settings.DEFAULT_GATHER:
+        least = (2 + 4) * gpus * rows * width
+    assert 0 < planned - least + (8 << 20) < (512 << 20) + 16 * rows * width
+    assert planned == loss_bytes(config, rows // 2, width, torch.bfloat16, "cuda", gpus, columns=0)
 
 
 @pytest.mark.parametrize("loss", ["clip", "siglip"])

@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -87,8 +88,15 @@ def on_devices(*sizes: int) -> Callable[[Check], Callable[..., None]]:
 
 
 def _as_test(worlds: list[tuple[int, str]], check: Check) -> Callable[..., None]:
+    cases = [
+        pytest.param(size, "cpu", id=str(size))
+        if device == "cpu"
+        else pytest.param(size, "cuda", id=f"{size} GPUs", marks=pytest.mark.gpu)
+        for size, device in worlds
+    ]
+
     @pytest.mark.concurrency
-    @pytest.mark.parametrize(("processes", "device"), list(map(_parameters, worlds)))
+    @pytest.mark.parametrize(("processes", "device"), cases)
     def test(processes: int, device: str, process_groups: Groups, tmp_path: Path) -> None:
         if device == "cuda" and torch.cuda.device_count() < processes:
             pytest.skip(f"needs {processes} CUDA devices")
@@ -99,12 +107,6 @@ def _as_test(worlds: list[tuple[int, str]], check: Check) -> Callable[..., None]
     test.__module__ = check.__module__
     test.check = check  # type: ignore[attr-defined]
     return test
-
-
-def _parameters(world: tuple[int, str]) -> Any:
-    size, device = world
-    name = str(size) if device == "cpu" else f"{size} GPUs"
-    return pytest.param(size, device, id=name, marks=[pytest.mark.gpu] * (device == "cuda"))
 
 
 def shard_sizes(n: int) -> Iterator[list[int]]:
@@ -120,14 +122,13 @@ class Groups:
     def __init__(self, folder: Path) -> None:
         self._folder = folder  #: for the stack traces of processes that end
         self._groups: dict[tuple[int, str], Group] = {}
-        self._started = 0
+        self._numbers = itertools.count()
 
     def failures(self, check: Check, size: int, device: str, folder: Path) -> list[str]:
         """Run a check on a group; return its failures, the first one first."""
         group = self._groups.pop((size, device), None)
         if group is None:
-            self._started += 1
-            own = self._folder / f"group-{self._started}"
+            own = self._folder / f"group-{next(self._numbers)}"
             own.mkdir()
             group = Group(size, device, own)
         failures = group.failures(check, folder)
@@ -156,8 +157,7 @@ class Group:
         self.processes = start(size, _run_checks, *arguments, device=device)
         for end in theirs:
             end.close()
-        self._last = "its start"
-        self._ready = False
+        self._last, self._ready = "its start", False
 
     def failures(self, check: Check, folder: Path) -> list[str]:
         """Run a check; return its failures, the first one first. A failure ends the group."""
@@ -166,11 +166,7 @@ class Group:
             failures = [] if self._ready else self._answers("its start", START)
             self._ready = True
             if not failures:
-                for connection in self._connections:
-                    with contextlib.suppress(
-                        OSError
-                    ):  # the process has ended, which is found below
-                        connection.send((check.__module__, check.__name__, folder))
+                self._send((check.__module__, check.__name__, folder))
                 failures = self._answers(name, self._limit + SPARE)
         except BaseException:
             self._kill()
@@ -182,12 +178,15 @@ class Group:
 
     def end(self) -> None:
         """Ask the processes to end; kill those that do not."""
-        for connection in self._connections:
-            with contextlib.suppress(OSError):
-                connection.send(None)
+        self._send(None)
         for process in self.processes:
             process.join(10)
         self._kill()
+
+    def _send(self, request: Any) -> None:
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # the process has ended, which is found later
+                connection.send(request)
 
     def _answers(self, name: str, seconds: float) -> list[str]:
         """All processes' failures by time, but first those that ended, for which others wait."""
@@ -195,16 +194,15 @@ class Group:
         waiting = dict(enumerate(self._connections))
         deadline = time.monotonic() + seconds
         while waiting:
-            ends = [self.processes[rank].sentinel for rank in waiting]
-            ready = wait([*waiting.values(), *ends], max(0.0, deadline - time.monotonic()))
+            ends = {rank: self.processes[rank].sentinel for rank in waiting}
+            left = max(0.0, deadline - time.monotonic())
+            ready = wait([*waiting.values(), *ends.values()], left)
             for rank, connection in list(waiting.items()):
-                if not ready:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(
-                            self.processes[rank].pid, signal.SIGABRT
-                        )  # makes it write its stack trace
+                if not ready:  # in time
+                    with contextlib.suppress(ProcessLookupError):  # it writes its stack trace
+                        os.kill(self.processes[rank].pid, signal.SIGABRT)
                     when, failure = math.inf, self._ended(rank, name)
-                elif connection in ready or self.processes[rank].sentinel in ready:
+                elif connection in ready or ends[rank] in ready:
                     when, failure = self._answer(rank, name)
                 else:
                     continue
@@ -216,10 +214,9 @@ class Group:
 
     def _answer(self, rank: int, name: str) -> tuple[float, str]:
         """Time and text of a rank's failure, "" for none; its answer counts though it has ended."""
-        connection = self._connections[rank]
         with contextlib.suppress(EOFError, OSError):
-            if connection.poll():
-                answer: tuple[float, str] = connection.recv()
+            if self._connections[rank].poll():
+                answer: tuple[float, str] = self._connections[rank].recv()
                 return answer
         return -math.inf, self._ended(rank, name)
 
@@ -315,45 +312,32 @@ def _run_checks(
     limit: float,
     traces: Sequence[Path],
 ) -> None:
+    """Answer each request with the time and text of a failure, "" for none, until there is none."""
     connection = connections[rank]
+
+    def report(function: Callable[..., None], *arguments: Any) -> None:
+        failure = ""
+        try:
+            function(*arguments)
+        except BaseException:  # also pytest's outcomes and SystemExit
+            failure = traceback.format_exc()
+        faulthandler.cancel_dump_traceback_later()
+        connection.send((time.monotonic(), failure))
+        if failure:
+            os._exit(1)  # closes its connections, for which other ranks may be waiting
+
     with open(traces[rank], "w") as trace:
         faulthandler.enable(trace)
-        _report(connection, _failure(join, rank, size, port, device=device))
+        report(functools.partial(join, device=device), rank, size, port)
         if device != "cpu":
             torch.set_default_device(device)
-        while (request := _next(connection)) is not None:
-            module, name, folder = request
-            test = getattr(importlib.import_module(module), name)
-            # A check that hangs ends its process, which writes its stack trace.
-            faulthandler.dump_traceback_later(limit, exit=True, file=trace)
-            torch.manual_seed(0)
-            world = World(rank, size, folder, device)
-            failure = _failure(getattr(test, "check", test), world)
-            faulthandler.cancel_dump_traceback_later()
-            _report(connection, failure)
+        with contextlib.suppress(EOFError):  # the tests' program has ended
+            for module, name, folder in iter(connection.recv, None):
+                test = getattr(importlib.import_module(module), name)
+                # A check that hangs ends its process, which writes its stack trace.
+                faulthandler.dump_traceback_later(limit, exit=True, file=trace)
+                torch.manual_seed(0)
+                report(getattr(test, "check", test), World(rank, size, folder, device))
         faulthandler.dump_traceback_later(GRACE, exit=True, file=trace)
         leave()
         os._exit(0)  # no library's clean-up can hang
-
-
-def _next(connection: Connection) -> tuple[str, str, Path] | None:
-    """The next check to run; None if there is none or the test program has ended."""
-    try:
-        request: tuple[str, str, Path] | None = connection.recv()
-    except EOFError:
-        return None
-    return request
-
-
-def _report(connection: Connection, failure: str) -> None:
-    connection.send((time.monotonic(), failure))
-    if failure:
-        os._exit(1)  # closes its connections, for which other ranks may be waiting
-
-
-def _failure(function: Callable[..., None], *arguments: Any, **options: Any) -> str:
-    try:
-        function(*arguments, **options)
-    except BaseException:  # also pytest's outcomes and SystemExit
-        return traceback.format_exc()
-    return ""

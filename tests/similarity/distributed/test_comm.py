@@ -1,8 +1,10 @@
-"""Groups by name, the handshake, and its errors."""
+"""Groups by name, the handshake, and what ranks must or need not agree on."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from megabatch import similarity
 from megabatch.losses import ClipLoss, NTXentLoss
+from megabatch.similarity import split_logsumexp
 from megabatch.similarity.distributed import comm, layout
 from megabatch.similarity.distributed.comm import group_name
+from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
 from tests.similarity.distributed.processes import World, on_processes
 
 
@@ -45,67 +49,112 @@ def x(d: int = 4, **options: Any) -> Tensor:
     return torch.ones(3, d, **options)
 
 
-#: name -> calls of rank 0 and of the others, and a word of the error for each
-DISAGREEMENTS: dict[str, tuple[Callable[[], Any], Callable[[], Any], tuple[str, str]]] = {
-    "width": (
-        lambda: ClipLoss()(x(4), x(4), 1.0),
-        lambda: ClipLoss()(x(5), x(5), 1.0),
-        ("width 4", "width 5"),
+def changed(change: str) -> Callable[[], Any]:
+    def call() -> Any:
+        with CHANGES[change]():
+            return split_logsumexp(x(), x())
+
+    return call
+
+
+def guided(width: int) -> Callable[[], Any]:
+    guide = torch.ones(3, width)
+    return lambda: split_logsumexp(x(), x(), ceiling=torch.zeros(3), guide=(guide, guide))
+
+
+needing, plain, ids = (
+    x(requires_grad=True),
+    lambda: split_logsumexp(x(), x()),
+    (torch.arange(3),) * 2,
+)
+#: Calls of rank 0 and of the others, and a word of the error for each.
+DISAGREEMENTS: list[tuple[Callable[[], Any], Callable[[], Any], str, str]] = [
+    (lambda: ClipLoss()(x(4), x(4), 1), lambda: ClipLoss()(x(5), x(5), 1), "width 4", "width 5"),
+    (plain, lambda: split_logsumexp(x().double(), x().double()), "float32", "float64"),
+    (
+        lambda: ClipLoss()(needing, x(), 1.0),
+        lambda: ClipLoss()(needing, needing, 1.0),
+        "gradients wanted: x,",
+        "gradients wanted: x, y,",
     ),
-    "dtype": (
-        lambda: similarity.logsumexp(x(), x()),
-        lambda: similarity.logsumexp(x(dtype=torch.float64), x(dtype=torch.float64)),
-        ("float32", "float64"),
+    (
+        lambda: split_logsumexp(needing, x()),
+        lambda: torch.no_grad()(split_logsumexp)(needing, x()),
+        "gradients wanted: x,",
+        "gradients wanted: none,",
     ),
-    "gradients": (
-        lambda: ClipLoss()(x(requires_grad=True), x(), 1.0),
-        lambda: ClipLoss()(x(requires_grad=True), x(requires_grad=True), 1.0),
-        ("gradients wanted: x,", "gradients wanted: x, y,"),
-    ),
-    "gradient mode": (
-        lambda: similarity.logsumexp(x(requires_grad=True), x()),
-        lambda: torch.no_grad()(similarity.logsumexp)(x(requires_grad=True), x()),
-        ("gradients wanted: x,", "gradients wanted: none,"),
-    ),
-    "loss": (
+    (
         lambda: ClipLoss()(x(), x(), 1.0),
         lambda: NTXentLoss(0.1)(x(), x()),
-        ("x against y", "x against itself"),
+        "x against y",
+        "x against itself",
     ),
-    "sides": (
-        lambda: similarity.logsumexp(x(), x()),
-        lambda: similarity.logsumexp(x(), x(), sides="rows"),
-        ("sides: both", "sides: rows"),
+    (plain, lambda: split_logsumexp(x(), x(), sides="rows"), "sides: both", "sides: rows"),
+    (plain, lambda: split_logsumexp(x(), x(), ids=ids), "ids: none", "ids: given"),
+    (plain, lambda: similarity.topk(x(), x(), 2), "logsumexp", "topk, k 2"),
+    (lambda: similarity.topk(x(), x(), 2), lambda: similarity.topk(x(), x(), 3), "k 2", "k 3"),
+    (guided(2), guided(3), "guide: width 2, float32", "guide: width 3"),
+    (
+        lambda: ClipLoss()(x(), x(), 1.0),
+        lambda: ClipLoss()(x(), x(), 1.0, weights=torch.ones(3)),
+        ", no weights,",
+        ", weights,",
     ),
-    "ids": (
-        lambda: similarity.split_logsumexp(x(), x()),
-        lambda: similarity.split_logsumexp(x(), x(), ids=(torch.arange(3), torch.arange(3))),
-        ("ids: none", "ids: given"),
-    ),
-    "function": (
-        lambda: similarity.logsumexp(x(), x()),
-        lambda: similarity.topk(x(), x(), 2),
-        ("logsumexp", "topk, k 2"),
-    ),
-    "k": (
-        lambda: similarity.topk(x(), x(), 2),
-        lambda: similarity.topk(x(), x(), 3),
-        ("k 2", "k 3"),
-    ),
-}
+    (changed("no gather"), plain, "up to 0 bytes", "up to 402653184 bytes"),
+    (changed("gather, smaller"), plain, "up to 65536 bytes", "up to 402653184 bytes"),
+    (changed("grid"), plain, "grid: 2 columns", "grid: by hosts"),
+    (changed("overlap"), plain, "one by one", "overlap"),
+    (changed("precision"), plain, "products: bf16", "products: ieee"),
+]
 
 
 @on_processes(3)
 def test_ranks_that_disagree_raise_before_any_transfer(world: World) -> None:
-    for first, others, words in DISAGREEMENTS.values():
+    for first, others, word_of_first, word_of_others in DISAGREEMENTS:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(layout, "all_gather", lambda *_: pytest.fail("features were sent"))
             with pytest.raises(ValueError, match="same call on all ranks") as caught:
                 (others if world.rank else first)()
         before, after = str(caught.value).split("ranks 1, 2: ")
         assert "rank 0: " in before
-        assert words[0] in before
-        assert words[1] in after
-        assert words[1] not in before
-    # The group is still usable.
-    similarity.logsumexp(x(), x())
+        assert word_of_first in before
+        assert word_of_others in after
+        assert word_of_others not in before
+    plain()  # the group is still usable
+
+
+@on_processes(2)
+def test_every_function_compares_settings(world: World) -> None:
+    pair = leaves(torch.float32)
+    for call in (*LOSSES.values(), lambda x, y, _: similarity.topk(x, y, 3)):
+        with (
+            CHANGES["no gather"]() if world.rank == 0 else nullcontext(),
+            pytest.raises(ValueError, match=r"the same call on all ranks, got .*up to 0 bytes"),
+        ):
+            call(*pair)
+
+
+# --- settings that may differ ---------------------------------------------------------------------
+
+
+def assert_same_gradients(truth: list[Tensor], loss: Any, world: World, within: Any) -> None:
+    found = gradients(loss, leaves(torch.float64, 100, world.rank), within)
+    for a, b in zip(found, truth, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@on_processes(2)
+def test_settings_changed_before_the_backward_pass_or_of_one_rank(world: World) -> None:
+    """Transfers are those of the forward pass; each rank has a workspace of its own."""
+    for loss in LOSSES.values():
+        truth = gradients(loss, leaves(torch.float64, 100, world.rank), nullcontext())
+        for change, everywhere in product(CHANGES.values(), (True, False)):
+            within = change() if everywhere or world.rank == 0 else nullcontext()
+            assert_same_gradients(truth, loss, world, within)
+        before = similarity.set_workspace(None if world.rank else 64 << 10)
+        assert_same_gradients(truth, loss, world, nullcontext())
+        similarity.set_workspace(before)
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        for change in sorted(CHANGES.keys() - EAGER_ONLY):
+            within = CHANGES[change]() if world.rank == 0 else nullcontext()
+            assert_same_gradients(truth, compiled, world, within)

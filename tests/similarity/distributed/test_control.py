@@ -1,3 +1,5 @@
+"""The control channel: sockets on one host, Gloo between hosts, and the ranks that either names."""
+
 from __future__ import annotations
 
 import socket
@@ -16,8 +18,16 @@ from tests.similarity.distributed.processes import World, new_store, on_processe
 CPU = torch.device("cpu")
 
 
-def store_of(name: str) -> dist.Store:
-    return dist.PrefixStore(name, torch_internals.group_store(dist.group.WORLD))
+def board_of(name: str, seconds: float = 20) -> control.Board:
+    store = dist.PrefixStore(name, torch_internals.group_store(dist.group.WORLD))
+    place = dist.get_rank(), dist.get_world_size()
+    return control.Board(store, *place, timedelta(seconds=seconds))
+
+
+def sockets_of(name: str, seconds: float = 20) -> control.SocketChannel:
+    channel = control.sockets(board_of(name, seconds))
+    assert channel is not None
+    return channel
 
 
 def channel_of(name: str, device: str = "cuda") -> control.Channel:
@@ -29,7 +39,7 @@ def channel_of(name: str, device: str = "cuda") -> control.Channel:
         _get_backend = staticmethod(lambda device: whole._get_backend(CPU))
 
     group: Any = Group()
-    store = store_of(name)
+    store = dist.PrefixStore(name, torch_internals.group_store(whole))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_internals, "group_store", lambda group: store)
         patch.setattr(control, "has_cpu_backend", lambda group: device == "cpu")
@@ -62,26 +72,31 @@ def test_every_rank_receives_every_message(world: World) -> None:
 @on_processes(2)
 def test_a_store_that_outlives_a_group(world: World) -> None:
     for _ in range(3):
-        channel = control.sockets(store_of("reused"), world.rank, 2, timedelta(seconds=20))
-        assert isinstance(channel, control.SocketChannel)
+        channel = sockets_of("reused")
         exchange(channel, world, 3)
         if world.rank == 0:
-            channel.end()
+            channel.break_off()
 
 
 @on_processes(3)
-def test_gloo_is_used_if_a_rank_cannot_connect_and_on_other_systems(world: World) -> None:
+def test_gloo_is_used_if_a_rank_cannot_connect_and_elsewhere(world: World) -> None:
+    """On other systems, and between hosts."""
+
     class Unreachable(socket.socket):
         def connect(self, address: Any) -> None:
             raise ConnectionRefusedError
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control, "_host", lambda: f"host {world.rank}")
+        on_hosts = channel_of("hosts")
+        assert on_hosts.hosts == ["host 0", "host 1", "host 2"]
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
             patch.setattr(control.socket, "socket", Unreachable)
         unreachable = channel_of("unreachable")
         patch.setattr(control.sys, "platform", "darwin")
         elsewhere = channel_of("other", "cpu")
-    for channel in (unreachable, elsewhere):
+    for channel in (on_hosts, unreachable, elsewhere):
         assert isinstance(channel, control.GlooChannel)
         assert (channel.backend is dist.group.WORLD._get_backend(CPU)) == (channel is elsewhere)
         exchange(channel, world, 3)
@@ -89,8 +104,7 @@ def test_gloo_is_used_if_a_rank_cannot_connect_and_on_other_systems(world: World
 
 @on_processes(3)
 def test_a_lost_rank_is_named_and_breaks_the_channel(world: World) -> None:
-    channel = control.sockets(store_of("gone"), world.rank, 3, timedelta(seconds=20))
-    assert channel is not None
+    channel = sockets_of("gone")
     dist.barrier()
     if world.rank == 1:
         for peer in channel.peers.values():
@@ -107,8 +121,7 @@ def test_a_lost_rank_is_named_and_breaks_the_channel(world: World) -> None:
 @on_processes(2)
 def test_an_interrupted_exchange_is_an_error_on_all_ranks(world: World) -> None:
     """No answer must be taken for that of another exchange; a silent rank is named."""
-    channel = control.sockets(store_of("interrupted"), world.rank, 2, timedelta(seconds=20))
-    assert channel is not None
+    channel = sockets_of("interrupted")
     exchange(channel, world, 1)
     if world.rank == 0:
 
@@ -123,15 +136,14 @@ def test_an_interrupted_exchange_is_an_error_on_all_ranks(world: World) -> None:
         channel.gather(words(1, 1))  # its words had been sent
     with pytest.raises(RuntimeError, match=r"is gone|broken off"):
         channel.gather(words(world.rank, 2))
-    channel = control.sockets(store_of("silent"), world.rank, 2, timedelta(seconds=0.3))
-    assert channel is not None
+    channel = sockets_of("silent", 0.3)
     if world.rank == 0:
         with pytest.raises(RuntimeError, match=r"rank 1 of the group sent nothing for 0\.3 s"):
             channel.gather(b"x")
     dist.barrier()
 
 
-# --- the list of the ranks that wait between machines ---------------------------------------------
+# --- the ranks that wait between machines ---------------------------------------------------------
 
 
 class Stuck:
@@ -144,25 +156,36 @@ class Stuck:
         raise RuntimeError("timed out")
 
 
-class Gone:
+class Silent:
     """A store out of reach."""
 
-    def clone(self) -> dist.Store:
+    def set(self, key: str, value: str) -> None:
         raise RuntimeError("no connection")
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        time.sleep(60)
+        return []
 
 
 @pytest.mark.parametrize(
-    ("size", "reached", "words"),
+    ("size", "here", "words"),
     [
-        (2, True, "missing in this call: rank 1 of the group"),
-        (4, True, "missing in this call: ranks 1, 2, 3 of the group"),
-        (1, True, "all ranks of the group wait: the network between them may have failed"),
-        (2, False, "the group's store, which knows the ranks that wait, does not answer"),
+        (2, [0], "missing in this call: rank 1 of the group"),
+        (4, [0, 2], "missing in this call: ranks 1, 3 of the group"),
+        (2, [0, 1], "all ranks of the group wait: the network between them may have failed"),
+        (2, [], "the group's store, which knows the ranks that wait, does not answer"),
     ],
 )
-def test_a_rank_that_waits_names_the_others(size: int, reached: bool, words: str) -> None:
-    channel = control.GlooChannel(None, new_store(), 0, size, timedelta(seconds=0.1))
-    if not reached:
-        channel._store = Gone()  # type: ignore[assignment]
+def test_a_rank_that_waits_names_the_others(
+    monkeypatch: pytest.MonkeyPatch, size: int, here: list[int], words: str
+) -> None:
+    monkeypatch.setattr(control, "ANSWER", 0.2)
+    store = new_store()
+    boards = [control.Board(store, rank, size, timedelta(seconds=0.1)) for rank in range(size)]
+    channels = [control.GlooChannel(None, board) for board in boards]
+    for rank in here[1:]:
+        channels[rank]._say("0")
+    if not here:
+        channels[0]._store = Silent()  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match=f"^timed out; {words}$"):
-        channel.wait(Stuck())  # type: ignore[arg-type]
+        channels[0].wait(Stuck())  # type: ignore[arg-type]

@@ -21,8 +21,9 @@ from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
 SIZE = 4
-#: The group's timeout in seconds, between hosts and on one; a process that died is noticed at once.
-BETWEEN, WITHIN, OF_KILLED = 3, 2, 20
+#: The group's timeout in seconds, and within which time the others raise: at once after a death.
+TIMEOUT = {"killed": 20, "stays": 2, "hosts": 3}
+LIMIT = {"killed": 2, "stays": 4, "hosts": 9}
 
 
 class Clock(threading.Thread):
@@ -41,14 +42,6 @@ class Clock(threading.Thread):
             self.seconds += self.TICK
 
 
-def stay(folder: Path, answers: int) -> None:
-    """Keep the connections open until the others are done."""
-    until = time.monotonic() + 60
-    while len(list(folder.iterdir())) < answers and time.monotonic() < until:
-        time.sleep(0.05)
-    os._exit(0)
-
-
 def worker(
     rank: int, size: int, port: int, folder: Path, failing: list[int], where: str, how: str
 ) -> None:
@@ -60,9 +53,8 @@ def worker(
     join(rank, size, port)
     dist.barrier()
     if how == "hosts":
-        control.sockets = lambda *_: None  # type: ignore[assignment]
-    seconds = OF_KILLED if how == "killed" else BETWEEN if how == "hosts" else WITHIN
-    group = dist.new_group(timeout=timedelta(seconds=seconds))
+        control._host = lambda: str(rank)  # type: ignore[assignment]
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT[how]))
     x, y = (torch.randn(4, 3, requires_grad=True) for _ in range(2))
 
     def step() -> None:
@@ -71,14 +63,18 @@ def worker(
     step()  # opens all connections
     if how == "hosts":
         if rank in failing:
-            time.sleep(BETWEEN / 4)  # the others wait, and say so, and then go on
+            time.sleep(TIMEOUT[how] / 4)  # the others wait, and say so, and then go on
         step()
     dist.barrier()
 
     def fail(*_: Any) -> None:
+        """Die, or keep the connections open until the others are done."""
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        stay(folder, size - len(failing))
+        until = time.monotonic() + 60
+        while len(list(folder.iterdir())) < size - len(failing) and time.monotonic() < until:
+            time.sleep(0.05)
+        os._exit(0)
 
     if rank in failing and where == "call":
         fail()
@@ -95,48 +91,37 @@ def worker(
     os._exit(0)
 
 
+#: How ranks fail -> where -> which do.
 CASES = {
-    ("killed", "forward"): [1],
-    ("killed", "backward"): [1],
-    ("stays", "call"): [1],
-    ("stays", "forward"): [1],
-    ("hosts", "call"): [1],
-    ("hosts", "forward"): [2, 3],
+    "killed": {"forward": [1], "backward": [1]},
+    "stays": {"call": [1], "forward": [1]},
+    "hosts": {"call": [1], "forward": [2, 3]},
+}
+DOING = {
+    "call": "logsumexp: before the first transfer",
+    "forward": "logsumexp: exchanging all ranks' results",
+    "backward": "logsumexp, backward: adding up all ranks' results",
 }
 
 
-@pytest.mark.parametrize("kind", ["killed", "stays", "hosts"])
-def test_the_others_raise_in_time(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("how", CASES)
+def test_the_others_raise_in_time(tmp_path: Path, how: str) -> None:
     """Cases of one kind at once, as they wait for timeouts."""
-    cases = {case: failing for case, failing in CASES.items() if case[0] == kind}
     started = []
-    for (how, where), failing in cases.items():
-        (folder := tmp_path / where).mkdir()
-        started += start(SIZE, worker, folder, failing, where, how)
+    for where, failing in CASES[how].items():
+        (tmp_path / where).mkdir()
+        started += start(SIZE, worker, tmp_path / where, failing, where, how)
     for process in started:
         process.join(120)
         assert not process.is_alive()
-    for (how, where), failing in cases.items():
-        for rank in sorted(set(range(SIZE)) - set(failing)):
+    for where, failing in CASES[how].items():
+        for rank in set(range(SIZE)) - set(failing):
             seconds, cause, message = (tmp_path / where / str(rank)).read_text().split("\n", 2)
-            check(how, where, failing, rank, float(seconds), cause, message)
-
-
-def check(
-    how: str, where: str, failing: list[int], rank: int, seconds: float, cause: str, message: str
-) -> None:
-    call = "logsumexp, backward" if where == "backward" else "logsumexp"
-    doing = {
-        "call": "before the first transfer",
-        "forward": "exchanging all ranks' results",
-        "backward": "adding up all ranks' results",
-    }[where]
-    assert message.startswith(f"{call}: {doing}, rank {rank}: ")
-    assert cause.endswith("Error")
-    limit = {"killed": 2, "stays": WITHIN + 2, "hosts": BETWEEN + 6}[how]
-    assert seconds < limit
-    if how == "hosts":
-        names = f"rank{'s' * (len(failing) > 1)} {', '.join(map(str, failing))}"
-        assert message.endswith(f"; missing in this call: {names} of the group")
-    if (how, where) == ("stays", "call"):
-        assert "rank 1 of the group sent nothing for 2 s" in message or "is gone" in message
+            assert message.startswith(f"{DOING[where]}, rank {rank}: ")
+            assert cause.endswith("Error")
+            assert float(seconds) < LIMIT[how]
+            if how == "hosts":
+                names = f"rank{'s' * (len(failing) > 1)} {', '.join(map(str, failing))}"
+                assert message.endswith(f"; missing in this call: {names} of the group")
+            elif (how, where) == ("stays", "call"):
+                assert "rank 1 of the group sent nothing for 2 s" in message or "gone" in message

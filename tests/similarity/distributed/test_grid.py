@@ -1,9 +1,13 @@
-"""A grid of ranks against the dense matrix of one process, in float64."""
+"""Grids of ranks: meshes, hosts and what they transfer. `test_reductions` and `test_losses` compare
+results."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -11,94 +15,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from megabatch import ClipLoss, GradientCache, similarity
-from megabatch.similarity import settings
-from megabatch.similarity.distributed import grid
-from megabatch.similarity.distributed.comm import rank_and_size
+from megabatch import ClipLoss, GradientCache, similarity, torch_internals
+from megabatch.similarity.distributed import control, grid
+from megabatch.similarity.distributed.comm import group_name, rank_and_size
+from megabatch.similarity.distributed.schedule import Ranks
 from tests.gradient_cache.parallel import batches_of, gradients, new_model, on_one_process
-from tests.similarity.distributed import test_losses, test_sigmoid, test_statistics
+from tests.similarity.distributed import test_losses
+from tests.similarity.distributed.comparison import D, double
 from tests.similarity.distributed.processes import World, on_devices, on_processes
-from tests.similarity.distributed.test_statistics import D, some_ids
-from tests.similarity.distributed.transfers import gathered_in_rounds, grid_of, received_bytes
+from tests.similarity.distributed.transfers import received_bytes, transferring
 
-#: Numbers of columns of grids of so many ranks.
-COLUMNS = {4: [2], 6: [3]}
+CPU = torch.device("cpu")
 
-
-def double(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, dtype=torch.float64)
-
-
-@on_devices(4, 6)
-def test_every_option(world: World) -> None:
-    n = world.size
-    for columns in COLUMNS[n]:
-        for sizes in ([3] * n, [2, 5, 3, 4, 1, 6][:n], [0, 4, 0, 1, 3, 0][:n]):
-            with grid_of(columns):
-                test_statistics.compare_options(world, sizes)
-                test_sigmoid.compare_options(world, sizes)
-
-
-@on_devices(2)
-def test_a_single_row_or_column_of_ranks(world: World) -> None:
-    for columns, sizes in product((1, 2), ([3, 3], [5, 2])):
-        ids = some_ids(sum(sizes)), some_ids(sum(sizes))
-        with grid_of(columns):
-            test_statistics.compare(world, sizes, sizes, ids=ids)
-            test_statistics.compare(world, sizes, ids=(ids[0], ids[0]))
-            test_sigmoid.compare(world, sizes, sizes, ids, double(sum(sizes)).abs())
-
-
-@on_devices(4)
-def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
-    for rows, columns in (([2, 0, 3, 1], [4, 1, 0, 2]), ([2, 1, 3, 1], [4, 1, 1, 2])):
-        with grid_of(2):
-            ids = some_ids(sum(rows)), some_ids(sum(columns))
-            test_statistics.compare(world, rows, columns, ids=ids)
-            test_sigmoid.compare(world, rows, columns, ids)
-
-
-@on_processes(6)
-def test_a_sigmoid_sum_is_that_of_a_ranks_own_rows(world: World) -> None:
-    x, y = double(4, D) + world.rank, double(4, D)
-    alone = similarity.softplus_sum(x, y, 2.0, -1.0)
-    with grid_of(3):
-        torch.testing.assert_close(similarity.softplus_sum(x, y, 2.0, -1.0), alone)
-
-
-@on_devices(4)
-def test_every_loss_on_a_mesh(world: World) -> None:
-    ranks = torch.arange(world.size).flip(0).view(2, world.size // 2).T  # an order of its own
-    mesh = DeviceMesh(world.device, ranks)
-    for loss in test_losses.LOSSES:
-        test_losses.compare(world, [2, 5, 3, 4], loss, mesh)
-
-
-@on_devices(4)
-def test_rounds(world: World) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grid, "most_sharing", lambda *_: 4)
-        for sizes in ([7] * 4, [7, 2, 0, 5]):
-            ids = some_ids(sum(sizes)), some_ids(sum(sizes))
-            for overlap in (True, False):
-                before = settings.set_overlap(overlap)
-                with grid_of(2), gathered_in_rounds(2 * 3 * D * 8):
-                    test_statistics.compare(world, sizes, sizes)
-                    test_statistics.compare(world, sizes, sizes, ids=ids)
-                    test_sigmoid.compare(world, sizes, sizes, ids)
-                settings.set_overlap(before)
-
-
-@on_processes(4)
-def test_upstream_gradients_that_only_one_rank_has(world: World) -> None:
-    x, y = (double(3, D).requires_grad_() for _ in range(2))
-    found = []
-    for columns in (2, 0):
-        with grid_of(columns):
-            rows, cols = similarity.logsumexp(x, y)
-            used = (cols.sum(), rows.sum(), 0 * rows.sum(), 0 * cols.sum())[world.rank]
-            found.append(torch.autograd.grad(used, (x, y)))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+# --- meshes ---------------------------------------------------------------------------------------
 
 
 @on_processes(4)
@@ -134,7 +63,10 @@ def test_meshes_of_other_shapes(world: World) -> None:
 def test_ranks_whose_grids_differ(world: World) -> None:
     x = torch.randn(3, D)
     mesh = init_device_mesh("cpu", (2, 2))
-    with grid_of(world.rank % 2), pytest.raises(ValueError, match=r"grid: never.*grid: 1 columns"):
+    with (
+        transferring(columns=world.rank % 2),
+        pytest.raises(ValueError, match=r"grid: never.*grid: 1 columns"),
+    ):
         similarity.logsumexp(x, x)
     with pytest.raises(ValueError, match=r"rank 0: [^;]*mesh: 2 x 2; ranks 1, 2, 3: "):
         similarity.logsumexp(x, x, group=None if world.rank else mesh)
@@ -195,7 +127,7 @@ def test_what_travels(world: World) -> None:
         for dtype, each in ((torch.bfloat16, 8), (torch.float64, 24)):
             x, y = (torch.randn(m, d, dtype=dtype, requires_grad=True) for _ in range(2))
             each = each - x.element_size() if saves else each
-            with grid_of(columns), gathered_in_rounds(6 * x.nbytes - (not saves)) as patch:
+            with transferring(columns=columns, rounds=6 * x.nbytes - (not saves)) as patch:
                 received = received_bytes(patch)
                 if symmetric:
                     similarity.split_logsumexp(x)[0].negative.sum().backward()
@@ -204,3 +136,100 @@ def test_what_travels(world: World) -> None:
             # Statistics are vectors: a state and an upstream of two numbers a row each.
             statistics = 2 * 2 * (4 if dtype == torch.bfloat16 else 8) * m * shards
             assert sum(received) == each * d * m * shards + statistics
+
+
+# --- hosts ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def on_hosts(names: str) -> Iterator[None]:
+    """Rank by rank, as if it were on the host of that name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(control.channel(dist.group.WORLD, CPU), "hosts", list(names))
+        patch.setattr(grid, "_grids", WeakKeyDictionary())
+        yield
+
+
+@pytest.mark.parametrize(
+    ("names", "order", "on_each"),
+    [("aabb", [0, 1, 2, 3], 2), ("abab", [0, 2, 1, 3], 2), ("aab", [0, 1, 2], 0), ("a", [0], 1)],
+)
+def test_ranks_host_by_host(names: str, order: list[int], on_each: int) -> None:
+    assert grid.host_by_host(tuple(names)) == (order, on_each)
+
+
+@pytest.mark.parametrize(
+    ("number", "ranks", "most", "columns"),
+    [
+        (1, 8, 9999, 0),  # one host
+        (2, 8, 9999, 8),
+        (3, 8, 9999, 8),
+        (4, 8, 9999, 16),  # 2 x 16: a host receives 8 + 8 shards, as 4 x 8 it would 24
+        (128, 8, 64, 64),  # 16 x 64: 56 + 120
+        (128, 8, 63, 32),
+        (128, 8, 7, 0),
+        (2, 1, 9999, 0),  # one row or one column, which gathering by all ranks is
+        (5, 1, 9999, 0),
+        (16, 1, 9999, 4),
+    ],
+)
+def test_a_row_of_the_grid_is_whole_hosts(number: int, ranks: int, most: int, columns: int) -> None:
+    assert grid.columns_for(number, ranks, most) == columns
+
+
+@on_processes(4)
+def test_ranks_of_one_host_share_rows(world: World) -> None:
+    group = dist.group.WORLD
+    with pytest.MonkeyPatch.context() as patch:
+        for holder, name in ((control, "_channels"), (grid, "_grids")):
+            patch.setattr(holder, name, WeakKeyDictionary())
+        patch.setattr(control, "_host", lambda: f"host {world.rank % 2}")
+        channel = control.channel(group, CPU)
+        assert isinstance(channel, control.GlooChannel)
+        assert channel.hosts == ["host 0", "host 1"] * 2
+        found = grid.grid_groups(group_name(None), [[3] * 4] * 2, 4, CPU)
+        assert found is not None
+        rows, cols = found
+        assert dist.get_process_group_ranks(rows) == [world.rank % 2, world.rank % 2 + 2]
+        assert dist.get_process_group_ranks(cols) == [world.rank // 2 * 2 + i for i in (0, 1)]
+        assert found == grid.grid_groups(group_name(None), [[3] * 4] * 2, 4, CPU)
+        timeouts = {
+            torch_internals.backend_timeout(torch_internals.group_backend(each, CPU))
+            for each in (group, *found)
+        }
+        assert len(timeouts) == 1
+        test_losses.compare(world, [3] * 4, test_losses.clip)
+
+
+@on_processes(4)
+def test_the_schedule_of_a_call(world: World) -> None:
+    x, pair = torch.randn(3, D), dist.new_group([0, 1])
+
+    def columns(sizes: list[int] | None = None, name: str = "", symmetric: bool = False) -> int:
+        name, sizes = name or group_name(None), sizes or [3] * 4
+        return len(Ranks(name, [sizes] * 2, "a test", x, symmetric).rows.sizes)
+
+    similarity.logsumexp(x, x)
+    assert columns() == 1  # one host
+    with on_hosts("aabb"):
+        assert columns() == columns([1, 2, 3, 4]) == 2
+        assert columns([3, 3, 0, 3]) == columns(symmetric=True) == 1
+        with transferring(columns=0):
+            assert columns() == 1
+        if world.rank < 2:
+            assert columns([3, 3], group_name(pair)) == 1
+        # Two ranks' rows are gathered at once, or none are shared.
+        row = D * 4
+        for limit, shared in ((2 * 3 * row, 2), (2 * 3 * row - 1, 1), (0, 1)):
+            with transferring(rounds=limit):
+                assert columns() == shared
+    with on_hosts("aaab"):
+        assert columns() == 1
+
+
+@on_devices(4)
+def test_losses_on_two_hosts(world: World) -> None:
+    similarity.logsumexp(torch.ones(1, D), torch.ones(1, D))  # makes the channel
+    with on_hosts("aabb"):
+        for loss in (test_losses.clip, test_losses.info_nce_shared, test_losses.sig_lip):
+            test_losses.compare(world, [2, 5, 3, 1], loss)

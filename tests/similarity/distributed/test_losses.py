@@ -2,246 +2,214 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megabatch import losses
-from megabatch.similarity.distributed.means import replicated
-from tests.similarity.distributed.processes import World, on_devices, on_processes, shard_sizes
+from megabatch.similarity import global_mean, logsumexp, paired, replicated
+from megabatch.similarity.distributed.comm import rank_and_size
+from tests.similarity.distributed import comparison
+from tests.similarity.distributed.comparison import double
+from tests.similarity.distributed.processes import World, on_devices, on_processes
 
 D = 6
 
 
-def clip(group: object, x: Tensor, y: Tensor, scale: Tensor, own: dict[str, Tensor]) -> Tensor:
-    return losses.ClipLoss(group=group)(x, y, scale)
+class Batch:
+    """What a loss is called with; `negatives` also serve as a teacher's or a guide's features."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.x, self.y, self.scale, self.ids, self.weights, self.negatives = tensors
+        self.pair, self.given = (self.x, self.y), {"ids": self.ids, "weights": self.weights}
+        self.temperature = {"temperature": 1 / self.scale}
+        self.own = self.negatives[:, None]  #: negatives of each row
+        self.two = self.own * torch.tensor([[1.0], [-1.0]], dtype=self.x.dtype)
+        #: another model's features, of a width of their own
+        self.others = self.negatives[:, :4], self.negatives[:, 2:].cos()
 
 
-def clip_smoothed(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+def info_nce(group: object, **options: Any) -> Callable[..., Tensor]:
+    return losses.InfoNCELoss(1.0, group=group, **options)
+
+
+def clip(group: object, b: Batch) -> Tensor:
+    return losses.ClipLoss(group=group)(*b.pair, b.scale)
+
+
+def clip_smoothed(group: object, b: Batch) -> Tensor:
     loss = losses.ClipLoss(label_smoothing=0.1, group=group)
-    return loss(x, y, scale, ids=own["ids"], weights=own["weights"]) + loss(x, y, scale)
+    return loss(*b.pair, b.scale, **b.given) + loss(*b.pair, b.scale)
 
 
-def clip_ignored(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    loss = losses.ClipLoss(duplicates="ignored", group=group)
-    return loss(x, y, scale, ids=own["ids"], weights=own["weights"])
+def clip_ignored(group: object, b: Batch) -> Tensor:
+    return losses.ClipLoss(duplicates="ignored", group=group)(*b.pair, b.scale, **b.given)
 
 
-def info_nce(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    loss = losses.InfoNCELoss(1.0, same_tower=("query", "positive"), group=group)
-    negatives = own["negatives"]  # shared over all processes
-    return loss(x, y, negatives, ids=own["ids"], temperature=1 / scale)
+def info_nce_shared(group: object, b: Batch) -> Tensor:
+    """Negatives are shared over all processes."""
+    loss = info_nce(group, same_tower=("query", "positive"))
+    return loss(*b.pair, b.negatives, ids=b.ids, **b.temperature)
 
 
-def info_nce_margin(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    loss = losses.InfoNCELoss(1.0, margin=0.1, group=group)
-    each = own["negatives"][:, None] * torch.tensor([[1.0], [-1.0]], dtype=x.dtype)
-    queue = torch.linspace(-1, 1, 3 * D, dtype=x.dtype).view(3, D)
-    plain = losses.InfoNCELoss(1.0, group=group)
-    return loss(x, y, each, queue=queue, temperature=1 / scale) + plain(
-        x, y, each, queue=queue, weights=own["weights"], temperature=1 / scale
-    )
+def info_nce_margin(group: object, b: Batch) -> Tensor:
+    queue = torch.linspace(-1, 1, 3 * D, dtype=b.x.dtype).view(3, D)
+    plain = info_nce(group)(*b.pair, b.two, queue=queue, weights=b.weights, **b.temperature)
+    return plain + info_nce(group, margin=0.1)(*b.pair, b.two, queue=queue, **b.temperature)
 
 
-def info_nce_weighted(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    each = own["negatives"][:, None] * torch.tensor([[1.0], [-1.0]], dtype=x.dtype)
-    total = 0.0
+def info_nce_weighted(group: object, b: Batch) -> Tensor:
+    total = torch.zeros((), dtype=b.x.dtype)
     for mode in ("in_batch_negatives", "all_negatives"):
-        loss = losses.InfoNCELoss(
-            1.0,
-            same_tower=("positive",),
-            share_negatives=True,
-            hardness_mode=mode,
-            hardness_strength=3.0,
-            group=group,
-        )
-        total = total + loss(x, y, each, temperature=1 / scale)
+        hard: dict[str, Any] = {"hardness_mode": mode, "hardness_strength": 3.0}
+        loss = info_nce(group, same_tower=("positive",), share_negatives=True, **hard)
+        total = total + loss(*b.pair, b.two, **b.temperature)
     return total
 
 
-def info_nce_both_directions(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    joint = losses.InfoNCELoss(1.0, reverse="joint", same_tower=("query", "positive"), group=group)
-    separate = losses.InfoNCELoss(1.0, reverse="separate", margin=0.1, group=group)
-    return joint(x, y, own["negatives"], temperature=1 / scale) + separate(
-        x, y, ids=own["ids"], temperature=1 / scale
+def info_nce_both_directions(group: object, b: Batch) -> Tensor:
+    joint = info_nce(group, reverse="joint", same_tower=("query", "positive"))
+    separate = info_nce(group, reverse="separate", margin=0.1)
+    return joint(*b.pair, b.negatives, **b.temperature) + separate(
+        *b.pair, ids=b.ids, **b.temperature
     )
 
 
-def info_nce_smoothed(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    loss = losses.InfoNCELoss(1.0, label_smoothing=0.1, group=group)
-    each = own["negatives"][:, None]
-    return loss(x, y, own["negatives"], temperature=1 / scale) + loss(
-        x, y, each, weights=own["weights"], temperature=1 / scale
+def info_nce_smoothed(group: object, b: Batch) -> Tensor:
+    loss = info_nce(group, label_smoothing=0.1)
+    return loss(*b.pair, b.negatives, **b.temperature) + loss(
+        *b.pair, b.own, weights=b.weights, **b.temperature
     )
 
 
-def debiased(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    info_nce = losses.InfoNCELoss(1.0, tau_plus=0.1, group=group)
-    nt_xent = losses.NTXentLoss(1.0, tau_plus=0.1, group=group)
-    return info_nce(x, y, x + y, temperature=1 / scale) + nt_xent(x, y, temperature=1 / scale)
-
-
-def info_nce_guided(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+def info_nce_guided(group: object, b: Batch) -> Tensor:
+    guide_query, guide_positive = b.others
+    guides = {"guide_query": guide_query, "guide_positive": guide_positive}
     options = {"margin": -0.1, "margin_strategy": "relative", "same_tower": ("query", "positive")}
-    negatives = own["negatives"]
-    guides = {
-        "guide_query": negatives[:, :4],
-        "guide_positive": negatives[:, 2:].cos(),
-        "guide_negatives": negatives[:, 1:5],
-    }
-    loss = losses.InfoNCELoss(1.0, group=group, **options)
-    return loss(x, y, negatives, ids=own["ids"], temperature=1 / scale, **guides)
+    loss, guides["guide_negatives"] = info_nce(group, **options), b.negatives[:, 1:5]
+    return loss(*b.pair, b.negatives, ids=b.ids, **b.temperature, **guides)
 
 
-def nt_xent(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    return losses.NTXentLoss(1.0, group=group)(x, y, temperature=1 / scale)
+def debiased(group: object, b: Batch) -> Tensor:
+    nt_xent = losses.NTXentLoss(1.0, tau_plus=0.1, group=group)(*b.pair, **b.temperature)
+    return nt_xent + info_nce(group, tau_plus=0.1)(*b.pair, b.x + b.y, **b.temperature)
 
 
-def dcl(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    weighted = losses.DCLLoss(1.0, sigma=0.5, group=group)(x, y, temperature=1 / scale)
-    plain = losses.DCLLoss(1.0, group=group)(x, y, own["negatives"], temperature=1 / scale)
-    return plain + weighted
+def nt_xent(group: object, b: Batch) -> Tensor:
+    return losses.NTXentLoss(1.0, group=group)(*b.pair, **b.temperature)
 
 
-def sup_con(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    labels, out = own["ids"], losses.SupConLoss(1.0, group=group)
-    inside = losses.SupConLoss(1.0, form="in", group=group)
-    anchors = torch.cat([x, y]), labels.repeat(2)
-    return out(*anchors, temperature=1 / scale) + inside(x, labels, y, labels, temperature=scale)
+def dcl(group: object, b: Batch) -> Tensor:
+    weighted = losses.DCLLoss(1.0, sigma=0.5, group=group)(*b.pair, **b.temperature)
+    return weighted + losses.DCLLoss(1.0, group=group)(*b.pair, b.negatives, **b.temperature)
 
 
-def sincere(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    labels, loss = own["ids"], losses.SincereLoss(1.0, group=group)
-    pairs = losses.SincereLoss(1.0, average="pairs", group=group)
-    anchors = torch.cat([x, y]), labels.repeat(2)
-    return loss(*anchors, temperature=1 / scale) + pairs(x, labels, y, labels, temperature=scale)
+def of_labels(kind: Any, group: object, b: Batch, **other: str) -> Tensor:
+    """SupCon or SINCERE, of all rows and with references, in its two forms."""
+    loss = kind(1.0, group=group)(torch.cat(b.pair), b.ids.repeat(2), **b.temperature)
+    references = b.x, b.ids, b.y, b.ids
+    return loss + kind(1.0, group=group, **other)(*references, temperature=b.scale)
 
 
-def distilled(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    teacher = own["negatives"][:, :4], own["negatives"][:, 2:].cos()  # of a width of their own
-    contrastive, distill = losses.DistillClipLoss(group=group)(x, y, scale, *teacher, 3.0)
+sup_con = partial(of_labels, losses.SupConLoss, form="in")
+sincere = partial(of_labels, losses.SincereLoss, average="pairs")
+
+
+def distilled(group: object, b: Batch) -> Tensor:
+    contrastive, distill = losses.DistillClipLoss(group=group)(*b.pair, b.scale, *b.others, 3.0)
     return contrastive + 2 * distill
 
 
-def matryoshka(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    return losses.MatryoshkaLoss(losses.ClipLoss(group=group), [2, D])(x, y, scale)
+def matryoshka(group: object, b: Batch) -> Tensor:
+    return losses.MatryoshkaLoss(losses.ClipLoss(group=group), [2, D])(*b.pair, b.scale)
 
 
-def several_modalities(group, x, y, scale, own):  # type: ignore[no-untyped-def]
+def several_modalities(group: object, b: Batch) -> Tensor:
     loss = losses.MultiModalLoss([("a", "b"), ("b", "c")], group=group)
-    features = {"a": x, "b": y, "c": x * 2 - y}
-    return loss(features, scale, present={"c": own["ids"] == 1})
+    features = {"a": b.x, "b": b.y, "c": b.x * 2 - b.y}
+    return loss(features, b.scale, present={"c": b.ids == 1})
 
 
-def sig_lip(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    loss, bias = losses.SigLipLoss(group=group), -scale
-    ids, weights = own["ids"], own["weights"]
-    return loss(x, y, scale, bias) + loss(x, y, scale, bias, ids=ids, weights=weights)
+def sig_lip(group: object, b: Batch) -> Tensor:
+    loss, numbers = losses.SigLipLoss(group=group), (b.scale, -b.scale)
+    return loss(*b.pair, *numbers) + loss(*b.pair, *numbers, **b.given)
 
 
-def sig_lip_soft_labels(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-    loss, negatives = losses.SigLipLoss(group=group), own["negatives"]
-    teacher = {
-        "dist_image_features": negatives[:, :4],
-        "dist_text_features": negatives[:, 2:].cos(),
-        "dist_logit_scale": 2.0,
-        "dist_logit_bias": -1.0,
-    }
-    return loss(x, y, scale, -scale, weights=own["weights"], **teacher)
+def sig_lip_soft_labels(group: object, b: Batch) -> Tensor:
+    names = ("image_features", "text_features", "logit_scale", "logit_bias")
+    teacher = zip(names, (*b.others, 2.0, -1.0), strict=True)
+    options: dict[str, Any] = {f"dist_{name}": value for name, value in teacher}
+    loss = losses.SigLipLoss(group=group)
+    return loss(*b.pair, b.scale, -b.scale, weights=b.weights, **options)
 
 
-LOSSES: list[Callable[..., Tensor]] = [
-    clip,
-    clip_smoothed,
-    clip_ignored,
-    info_nce,
-    info_nce_margin,
-    info_nce_weighted,
-    info_nce_both_directions,
-    info_nce_smoothed,
-    debiased,
-    info_nce_guided,
-    nt_xent,
-    dcl,
-    sup_con,
-    sincere,
-    distilled,
-    matryoshka,
-    several_modalities,
-    sig_lip,
-    sig_lip_soft_labels,
+def custom(group: object, b: Batch) -> Tensor:
+    """A loss that uses its scale elsewhere, too."""
+    scale = replicated(b.scale, group)
+    rows, _ = logsumexp(*b.pair, scale, sides="rows", group=group)
+    return global_mean(rows - paired(*b.pair, scale) + 0.1 * scale.log() ** 2, group)
+
+
+LOSSES: list[Callable[[object, Batch], Tensor]] = [
+    *(clip, clip_smoothed, clip_ignored, info_nce_shared, info_nce_margin, info_nce_weighted),
+    *(info_nce_both_directions, info_nce_smoothed, info_nce_guided, debiased, nt_xent, dcl),
+    *(sup_con, sincere, distilled, matryoshka, several_modalities, sig_lip, sig_lip_soft_labels),
+    custom,
 ]
 
 
-def batch(n: int) -> tuple[list[Tensor], dict[str, Tensor]]:
-    features = [torch.nn.functional.normalize(torch.randn(n, D).double(), dim=1) for _ in range(2)]
-    own = {
-        "ids": torch.randint(-1, 3, (n,)),
-        "weights": torch.rand(n).double(),
-        "negatives": torch.randn(n, D).double(),
-    }
-    return features, own
+def compare(
+    world: World, sizes: list[int], loss: Callable[..., Tensor], group: object = None
+) -> None:
+    """Compare shares of the loss and their gradients with the whole batch's.
 
+    The averaging of DDP and FSDP divides by the number of processes.
+    """
 
-def compare(world: World, sizes: list[int], loss: Callable[..., Any], group: object = None) -> None:
-    """Compare shares of the loss and their gradients with the whole batch's."""
-    features, own = batch(sum(sizes))
-    whole = [t.clone().requires_grad_() for t in features]
-    local = [world.shard(t, sizes).clone().requires_grad_() for t in features]
-    mine = {name: world.shard(t, sizes) for name, t in own.items()}
-    # Of shape (1,), which FSDP2 requires; losses use them outside the engine as well.
-    scales = [torch.tensor([5.0], dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    def share(group: object, *tensors: Tensor) -> Sequence[Tensor]:
+        return [loss(group, Batch(*tensors)) / rank_and_size(group)[1]]
 
-    truth = loss("local", *whole, scales[0], own)
-    share = loss(group, *local, scales[1], mine)
-    mean = share.detach().clone()
-    dist.all_reduce(mean)
-    torch.testing.assert_close(mean / world.size, truth.detach(), rtol=0, atol=1e-10)
-
-    truth.backward()
-    share.backward()
-    for a, b in zip(local, whole, strict=True):
-        # The averaging of DDP and FSDP divides by the number of processes.
-        wanted = world.shard(b.grad, sizes)
-        torch.testing.assert_close(a.grad / world.size, wanted, rtol=0, atol=1e-10)
-    torch.testing.assert_close(scales[1].grad, scales[0].grad, rtol=0, atol=1e-9)
+    n = sum(sizes)
+    inputs: list[tuple[Tensor, comparison.Sizes]] = [
+        *((F.normalize(double(n, D), dim=1), sizes) for _ in range(2)),
+        # Of shape (1,), which FSDP2 requires; losses use it outside the engine as well.
+        (torch.tensor([5.0], dtype=torch.float64), None),
+        (torch.randint(-1, 3, (n,)), sizes),
+        (torch.rand(n, dtype=torch.float64), sizes),
+        (double(n, D), sizes),
+    ]
+    comparison.compare(world, share, inputs, [None], frozen="45", group=group)
 
 
 @on_devices(3)
 def test_every_loss(world: World) -> None:
-    for sizes in shard_sizes(world.size):
-        for loss in LOSSES:
-            compare(world, sizes, loss)
-
-
-@on_devices(2, 3)
-def test_a_custom_loss_that_uses_its_scale_elsewhere(world: World) -> None:
-    from megabatch.similarity import logsumexp, paired
-    from megabatch.similarity.distributed.means import global_mean
-
-    def loss(group, x, y, scale, own):  # type: ignore[no-untyped-def]
-        scale = replicated(scale, group)
-        rows, _ = logsumexp(x, y, scale, sides="rows", group=group)
-        return global_mean(rows - paired(x, y, scale) + 0.1 * scale.log() ** 2, group)
-
-    for sizes in shard_sizes(world.size):
+    for sizes, loss in product(([2, 6, 4], [5, 0, 4]), LOSSES):
         compare(world, sizes, loss)
+
+
+@on_devices(4)
+def test_every_loss_on_a_mesh(world: World) -> None:
+    ranks = torch.arange(4).flip(0).view(2, 2).T  # an order of its own
+    mesh = DeviceMesh(world.device, ranks)
+    for loss in LOSSES:
+        compare(world, [2, 5, 3, 4], loss, mesh)
 
 
 @on_processes(2)
 def test_another_default_device(world: World) -> None:
     """Tensors of the handshake stay on the CPU, whatever the default device."""
-    features, own = batch(6)
-    local = [world.shard(t, [3, 3]).requires_grad_() for t in (*features, own["weights"])]
+    local = [double(3, D).requires_grad_(), double(3, D).requires_grad_(), double(3).abs()]
     scale = torch.tensor(5.0, dtype=torch.float64)
     for loss in (losses.ClipLoss(), lambda *a, **w: losses.SigLipLoss()(*a, -scale, **w)):
-        for weights in (None, local[2].detach()):
+        for weights in (None, local[2]):
             plain = loss(*local[:2], scale, weights=weights)
             expected = torch.autograd.grad(plain, local[:2])
             with torch.device("meta"):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity.distributed.means import (
+from megabatch.similarity import (
     global_mean,
     log_mean_exp,
     mean_row,
@@ -19,14 +19,9 @@ from megabatch.similarity.distributed.means import (
     replicated,
     sum_over_ranks,
 )
+from megabatch.similarity.distributed.comm import rank_and_size
+from tests.similarity.distributed.comparison import compare, double
 from tests.similarity.distributed.processes import World, on_devices, on_processes, shard_sizes
-
-
-def mean_over_ranks(value: Tensor) -> Tensor:
-    value = value.detach().clone()
-    dist.all_reduce(value)
-    return value / dist.get_world_size()
-
 
 # --- alone ----------------------------------------------------------------------------------------
 
@@ -53,42 +48,40 @@ def test_log_mean_exp_of_large_values() -> None:
 
 
 def test_bad_group() -> None:
-    one = torch.ones(2, 2)
-    for call in (partial(global_mean, one[0]), partial(mean_row, one), partial(pair_ids, 2)):
+    one = torch.ones(2, 2, requires_grad=True)
+    calls: tuple[Any, ...] = global_mean, mean_row, replicated, log_mean_exp, sum_over_ranks
+    for call in (*(partial(call, one[0]) for call in calls), partial(pair_ids, 2)):
         with pytest.raises(TypeError, match="group"):
             call("all")
-    with pytest.raises(TypeError, match="group"):
-        replicated(one, "all")
 
 
 # --- over several processes -----------------------------------------------------------------------
 
 
 @on_devices(2, 3)
-def test_the_mean_over_ranks_is_the_global_mean(world: World) -> None:
+def test_means_over_all_rows(world: World) -> None:
+    """The mean over ranks of `global_mean` is that of all rows; each rank's `mean_row` is, too."""
+
+    def means(group: Any, values: Tensor, rows: Tensor, weights: Any) -> list[Tensor]:
+        n = rank_and_size(group)[1]
+        return [global_mean(values, group, weights) / n, mean_row(rows, group, weights) / n]
+
     for sizes, weighted in product(shard_sizes(world.size), (False, True)):
-        whole = torch.randn(sum(sizes), dtype=torch.float64)
-        factors = torch.rand_like(whole) if weighted else torch.ones_like(whole)
-        values = world.shard(whole, sizes).clone().requires_grad_()
-        share = global_mean(values, None, world.shard(factors, sizes) if weighted else None)
-        truth = (factors * whole).sum() / factors.sum()
-        torch.testing.assert_close(mean_over_ranks(share), truth)
-        share.backward()
-        expected = world.size * factors / factors.sum()
-        torch.testing.assert_close(values.grad, world.shard(expected, sizes))
-        log_mean = (500 * whole).logsumexp(0) - math.log(len(whole))
-        torch.testing.assert_close(log_mean_exp(500 * values, None), log_mean)
+        n = sum(sizes)
+        weights = torch.rand(n, dtype=torch.float64) if weighted else None
+        inputs = (double(n), sizes), (double(n, 3), sizes), (weights, sizes)
+        compare(world, means, inputs, [None, None], frozen="2")
+        whole = 500 * double(n)
+        mean = log_mean_exp(world.shard(whole, sizes), None)
+        torch.testing.assert_close(mean, whole.logsumexp(0) - math.log(n))
 
 
 @on_devices(2, 3)
-def test_no_row_anywhere_is_an_error_on_every_process(world: World) -> None:
+def test_no_row_or_no_weight_anywhere(world: World) -> None:
+    """No row is an error on every process; without any weight all is zero."""
     for group in (None, "local"):
         with pytest.raises(ValueError, match=r"texts: expected at least one row over all.*got 0"):
             global_mean(torch.empty(0), group, name="texts")
-
-
-@on_devices(2)
-def test_no_weight_anywhere_is_zero(world: World) -> None:
     for group, n in ((None, 3 * world.rank), ("local", 0), ("local", 3)):
         values = torch.randn(n, requires_grad=True)
         share = global_mean(values, group, torch.zeros(n))
@@ -104,38 +97,13 @@ def test_weights_on_one_process_only_are_an_error(world: World) -> None:
         global_mean(torch.ones(2), None, weights)
 
 
-@on_devices(2)
-def test_local_means_stay_local(world: World) -> None:
+@on_devices(2, 3)
+def test_local_means_stay_local_and_ids_are_given_once(world: World) -> None:
     assert global_mean(torch.full((2,), float(world.rank)), "local") == world.rank
     assert replicated(torch.ones(()), "local").item() == 1
     assert mean_row(torch.full((2, 1), float(world.rank)), "local") == world.rank
     assert pair_ids(2, "local").tolist() == [0, 1]
-
-
-@on_devices(2, 3)
-def test_mean_row_and_its_gradient(world: World) -> None:
-    for sizes, weighted in product(shard_sizes(world.size), (False, True)):
-        whole = torch.randn(sum(sizes), 3, dtype=torch.float64, requires_grad=True)
-        weights = torch.rand(sum(sizes), dtype=torch.float64) if weighted else None
-        upstream = torch.randn(world.size, 3, dtype=torch.float64)
-        x = world.shard(whole, sizes).detach().clone().requires_grad_()
-        mine = mean_row(x, None, None if weights is None else world.shard(weights, sizes))
-        truth = mean_row(whole, "local", weights)
-        torch.testing.assert_close(mine, truth)
-        (gradient,) = torch.autograd.grad(truth @ upstream.sum(0), whole)
-        (mine @ upstream[world.rank]).backward()
-        torch.testing.assert_close(x.grad, world.shard(gradient, sizes))
-
-
-@on_devices(2, 3)
-def test_ids_are_given_once(world: World) -> None:
-    mine = pair_ids(3, None)
-    table = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(table, mine)
-    everything = torch.cat(table)
-    assert everything.unique().numel() == 3 * world.size
-    assert everything.min() == 0
-    assert everything.max() < 1 << 62
+    assert pair_ids(3, None).tolist() == [(world.rank << 40) + i for i in range(3)]
 
 
 @on_devices(3)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -20,40 +19,43 @@ from megabatch import ClipLoss, SigLipLoss
 from megabatch.errors import CommunicationError
 from megabatch.similarity import set_abort_on_lost_rank, settings
 from megabatch.similarity.distributed import layout, schedule
-from tests.gathering import gathering_up_to
+from tests.similarity.distributed.comparison import Sizes, compare, leaf
 from tests.similarity.distributed.processes import World, join, on_gpus, start
-from tests.similarity.distributed.test_statistics import leaf
 
 #: seconds until the group gives up on a transfer
 TIMEOUT = 100
 
 
+def close(mine: Tensor, truth: Tensor) -> None:
+    """Gradients of rows to half precision."""
+    if mine.dim() == 2:
+        error = (mine.float() - truth.float()).norm(dim=1)
+        assert (error <= 0.01 * truth.float().norm(dim=1)).all()
+    else:
+        torch.testing.assert_close(mine, truth, rtol=1e-3, atol=1e-6)
+
+
 @on_gpus(2, 3, 4)
 def test_large_shards(world: World) -> None:
     """Gathered at once, with own columns first, and in rounds."""
-    rows, d = schedule.LARGE, 64
-    sizes = [rows] * world.size
-    x, y = (F.normalize(torch.randn(sum(sizes), d), dim=1).bfloat16() for _ in range(2))
-    numbers = torch.tensor(10.0), torch.tensor(-5.0)
-    losses: tuple[tuple[Any, int], ...] = ((ClipLoss, 1), (SigLipLoss, 2))
-    for loss, count in losses:
-        whole = [leaf(t) for t in (x, y, *numbers[:count])]
-        truth = loss(group="local")(*whole)
-        truth.backward()
-        for bound in (settings.DEFAULT_GATHER, world.size * rows * d * 2 - 1):
-            local = [leaf(world.shard(t, sizes)) for t in (x, y)]
-            local += [leaf(t) for t in numbers[:count]]
-            with gathering_up_to(bound):
-                share = loss()(*local)
-                share.backward()
-            dist.all_reduce(mean := share.detach().clone())
-            torch.testing.assert_close(mean / world.size, truth.detach(), rtol=1e-6, atol=0)
-            for a, b in zip(local[:2], whole[:2], strict=True):
-                wanted = world.shard(b.grad, sizes).float()
-                error = (a.grad.float() / world.size - wanted).norm(dim=1)
-                assert (error <= 0.01 * wanted.norm(dim=1)).all()
-            for a, b in zip(local[2:], whole[2:], strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-6)
+    rows, d, n = schedule.LARGE, 64, world.size
+
+    def clip(group: Any, *given: Tensor) -> list[Tensor]:
+        return [ClipLoss(group=group)(*given[:3]) / (1 if group == "local" else n)]
+
+    def sig_lip(group: Any, *given: Tensor) -> list[Tensor]:
+        return [SigLipLoss(group=group)(*given) / (1 if group == "local" else n)]
+
+    sizes = [rows] * n
+    inputs: list[tuple[Tensor, Sizes]] = [
+        *((F.normalize(torch.randn(rows * n, d), dim=1).bfloat16(), sizes) for _ in range(2)),
+        *((torch.tensor(value), None) for value in (10.0, -5.0)),
+    ]
+    for bound in (None, n * rows * d * 2 - 1):
+        before = settings.set_gather(bound)
+        compare(world, clip, inputs[:3], [None], close=close)
+        compare(world, sig_lip, inputs, [None], close=close)
+        settings.set_gather(before)
 
 
 @on_gpus(2, 3, 4)

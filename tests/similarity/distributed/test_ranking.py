@@ -7,9 +7,9 @@ import torch
 
 from megabatch import similarity
 from megabatch.similarity import eager
+from tests.similarity.distributed.comparison import ROUND
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
-from tests.similarity.distributed.test_statistics import ROUNDS
-from tests.similarity.distributed.transfers import gathered_in_rounds
+from tests.similarity.distributed.transfers import transferring
 
 D = 5
 
@@ -21,11 +21,11 @@ def test_ranks_and_topk_equal_those_of_one_process(world: World) -> None:
         # Few rows are distinct, so that there are ties on the same and on other processes.
         x, y = (torch.randint(-1, 2, (n, D)).double() for _ in range(2))
         target, ids = torch.randint(0, n, (n,)), (torch.randint(-1, 4, (n,)),) * 2
-        for size in ROUNDS:
+        for size in (None, ROUND):
             for i in (None, ids):
                 own = None if i is None else tuple(world.shard(t, sizes) for t in i)
                 local = [world.shard(t, sizes) for t in (x, y)]
-                with gathered_in_rounds(size) as patch:
+                with transferring(rounds=size) as patch:
                     patch.setattr(eager, "block_shape", lambda like, *_: (3, 2))
                     mine = similarity.ranks(*local, world.shard(target, sizes), ids=own)
                     scores, indices = similarity.topk(*local, 4, ids=own)

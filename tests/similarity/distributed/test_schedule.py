@@ -20,15 +20,12 @@ from megabatch.similarity.distributed import comm, control, layout, schedule
 from megabatch.similarity.distributed.comm import Pending
 from megabatch.similarity.eager_sigmoid import SigmoidTiles
 from megabatch.similarity.eager_softmax import SoftmaxTiles
-from tests.gathering import gathering_up_to
-from tests.similarity.distributed.processes import World, on_devices, on_processes
-from tests.similarity.distributed.test_statistics import D, compare, some_ids
+from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.transfers import (
-    gathered_in_rounds,
-    grid_of,
     recorded,
     recorded_transfers,
     transfer_copies,
+    transferring,
 )
 
 ROW = 12 * 4  #: bytes of 12 float32 numbers
@@ -53,11 +50,6 @@ def test_setters_return_the_previous_value(
     assert setter(None) == before
 
 
-def test_set_chunk_says_that_it_has_no_effect() -> None:
-    with pytest.warns(DeprecationWarning, match="set_gather bounds what is gathered at once"):
-        similarity.set_chunk(1 << 20)
-
-
 @pytest.mark.parametrize(
     ("limit", "size", "rows"),
     [
@@ -70,8 +62,9 @@ def test_set_chunk_says_that_it_has_no_effect() -> None:
     ],
 )
 def test_rounds_are_even_and_of_whole_tiles(limit: int, size: int, rows: int) -> None:
-    with gathering_up_to(limit):
-        assert schedule.round_rows(size, 16) == rows
+    before = settings.set_gather(limit)
+    assert schedule.round_rows(size, 16) == rows
+    settings.set_gather(before)
 
 
 @pytest.mark.parametrize(("limit", "rows"), [(3 * 48, 9), (3 * 48 - 1, 0), (0, 0)])
@@ -102,25 +95,13 @@ def test_each_pair_of_rows_is_computed_once(n: int) -> None:
         pairs: list[Counter[Any]] = [Counter() for _ in range(n)]
         for rank, counts in enumerate(pairs):
             for owner, rows, skipped in schedule.half(rank, sizes):
-                for i, j in product(range(rows.start, rows.stop), range(skipped, sizes[owner])):
+                for i, j in product(range(rows), range(skipped, sizes[owner])):
                     counts[frozenset((starts[rank] + i, starts[owner] + j))] += 1
         owners = [rank for rank, size in enumerate(sizes) for _ in range(size)]
         apart = [p for p in combinations(range(sum(sizes)), 2) if owners[p[0]] != owners[p[1]]]
         assert sum(pairs, Counter()) == Counter(map(frozenset, apart))
         if sizes == [4] * n:
             assert [counts.total() for counts in pairs] == [8 * (n - 1)] * n
-
-
-@on_devices(4, 6)
-def test_x_against_itself(world: World) -> None:
-    """In float64, to 1e-11; with a grid for other matrices, which makes no difference."""
-    n = world.size
-    for columns in (0, 2):
-        for sizes in ([9, 1, 4, 2, 1, 5][:n], [0, 4, 0, 1, 3, 0][:n]):
-            for size in (None, 2 * n * D * 8):
-                with grid_of(columns), gathered_in_rounds(size):
-                    compare(world, sizes, ids=(some_ids(sum(sizes)),) * 2)
-                    compare(world, sizes, needs=(False, False, True))
 
 
 # --- which transfers ------------------------------------------------------------------------------
@@ -176,18 +157,23 @@ def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
 # --- when -----------------------------------------------------------------------------------------
 
 
+def tiles_recorded(patch: pytest.MonkeyPatch, log: list[str], **names: str) -> None:
+    """Write when a rank waits, and when it begins to compute what `names` of the tiles' methods."""
+    patch.setattr(Pending, "wait", recorded(log, "wait", Pending.wait))
+    for method, name in names.items():
+        patch.setattr(SoftmaxTiles, method, recorded(log, name, getattr(SoftmaxTiles, method)))
+
+
 @on_processes(2)
 def test_transfers_of_a_round_overlap_the_computation_of_others(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     for overlap in (True, False):
-        switched = settings.set_overlap(overlap)
-        with gathered_in_rounds(2 * 2 * ROW) as patch:  # three
+        with transferring(rounds=2 * 2 * ROW, overlap=overlap) as patch:  # three
             rows, columns = similarity.logsumexp(x, y)
             assert columns is not None
             done = recorded_transfers(patch)
             patch.setattr(sweep, "add_strip", recorded(done, "compute", sweep.add_strip))
             (rows.sum() + columns.sum()).backward()
-        settings.set_overlap(switched)
         steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
         round_ = ["all_gather", "compute", "reduce_scatter"]
         assert steps == ([*round_, *round_, *round_[1:]] if overlap else round_ * 3)
@@ -198,32 +184,20 @@ def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     for own_first, overlap in ((6, True), (6, False), (7, True)):
         events: list[str] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(schedule, "LARGE", own_first)
-            forward = recorded(events, "compute", SoftmaxTiles.forward)
-            patch.setattr(SoftmaxTiles, "forward", forward)
-            patch.setattr(Pending, "wait", recorded(events, "wait", Pending.wait))
-            switched = settings.set_overlap(overlap)
+        with transferring(own_first=own_first, overlap=overlap) as patch:
+            tiles_recorded(patch, events, forward="compute")
             similarity.logsumexp(x, y)
-            settings.set_overlap(switched)
         hides = own_first == 6 and overlap
         # At last it waits for the columns' results.
         assert events == [*["compute"] * hides, "wait", "compute", "wait"]
-
-
-@on_processes(2)
-def test_the_own_triangle_is_computed_while_the_others_columns_arrive(world: World) -> None:
-    x = torch.randn(6, 12, requires_grad=True)
-    with pytest.MonkeyPatch.context() as patch:
+    with transferring() as patch:  # of x against itself, the own triangle comes first
         events = recorded_transfers(patch)
-        patch.setattr(Pending, "wait", recorded(events, "wait", Pending.wait))
-        for name in ("forward", "gradient_block"):
-            patch.setattr(SoftmaxTiles, name, recorded(events, name, getattr(SoftmaxTiles, name)))
+        tiles_recorded(patch, events, forward="forward", gradient_block="gradient")
         total = similarity.split_logsumexp(x)[0].negative.sum()
         assert events[:4] == ["all_gather", "forward", "wait", "forward"]
         events.clear()
         total.backward()
-        assert events[:4] == ["all_gather", "gradient_block", "wait", "gradient_block"]
+        assert events[:4] == ["all_gather", "gradient", "wait", "gradient"]
 
 
 @on_processes(2)
@@ -231,18 +205,11 @@ def test_the_gradient_of_x_is_written_during_the_last_transfer(world: World) -> 
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
     rows, columns = similarity.logsumexp(x, y)
     assert columns is not None
-    with pytest.MonkeyPatch.context() as patch:
+    with transferring() as patch:
         done = recorded_transfers(patch)
-        write_grad = SoftmaxTiles.write_grad
-
-        def write(self: Any, total: Tensor, side: str, *others: Any) -> Any:
-            done.append(side)
-            return write_grad(self, total, side, *others)
-
-        patch.setattr(Pending, "wait", recorded(done, "wait", Pending.wait))
-        patch.setattr(SoftmaxTiles, "write_grad", write)
+        tiles_recorded(patch, done, write_grad="write")
         (rows.sum() + columns.sum()).backward()
-    assert done[-3:] == ["x", "wait", "y"]
+    assert done[-3:] == ["write", "wait", "write"]
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -256,8 +223,8 @@ class Alive:
         self._storages: list[StorageWeakRef] = []
         make: Callable[..., Any] = getattr(holder, name)
 
-        def recording_storage(*arguments: Any) -> Any:
-            made = make(*arguments)
+        def recording_storage(*arguments: Any, **options: Any) -> Any:
+            made = make(*arguments, **options)
             tensor = made.result if isinstance(made, Pending) else made
             if tensor.numel() == numbers:
                 self.at_each.append(self.now())
@@ -279,22 +246,21 @@ def test_memory_holds_features_of_three_rounds_and_gradients_of_two(world: World
         (SoftmaxTiles, 2, lambda: sum(map(torch.sum, similarity.logsumexp(x, y)))),
         (SigmoidTiles, 1, lambda: similarity.softplus_sum(x, y, one, one)),
     ):
-        at_write: list[list[int]] = []
-        with gathered_in_rounds(2 * 2 * ROW) as patch:  # six
+        at_write: list[tuple[int, int]] = []
+        with transferring(rounds=2 * 2 * ROW) as patch:  # six
             transfer_copies(patch)
             features = Alive(patch, layout, "all_gather", 4 * 12)
             gradients = Alive(patch, tiles, "new_total", 4 * 12)
-            counts = [features.now, gradients.now]
 
-            def write(tiles: Any, total: Tensor, side: str, *rest: Any, log: Any) -> Any:
-                log(side)
+            def write(
+                tiles: Any, total: Tensor, side: str, *rest: Any, counts: Any, at: Any
+            ) -> Any:
+                at.extend([tuple(each.now() for each in counts)] if side == "x" else [])
                 return write_grad(tiles, total, side, *rest)
 
-            def log(side: str, at: Any = at_write, counts: Any = counts) -> None:
-                at.extend([[count() for count in counts]] if side == "x" else [])
-
-            patch.setattr(SoftmaxTiles, "write_grad", partialmethod(write, log=log))
+            recording = partialmethod(write, counts=(features, gradients), at=at_write)
+            patch.setattr(SoftmaxTiles, "write_grad", recording)
             loss().backward()
         assert features.at_each == [0, 1, *[2] * 4] * sweeps
         assert gradients.at_each == [0, *[1] * 5]
-        assert at_write == [[0, 1]] * (sweeps - 1)
+        assert at_write == [(0, 1)] * (sweeps - 1)

@@ -57,26 +57,34 @@ def pair() -> tuple[SocketChannel, socket.socket]:
     return SocketChannel({1: mine}, timedelta(seconds=5)), theirs
 
 
-def wait_for(reports: list[str]) -> list[str]:
+def told(reports: list[str]) -> list[str]:
+    """The reports, of which one is expected."""
     until = time.monotonic() + 20
     while not reports and time.monotonic() < until:
         time.sleep(0.01)
     return reports
 
 
-def stays_empty(reports: list[str]) -> bool:
+def stay(reports: list[str], number: int = 0) -> bool:
+    """Whether there are still so many reports after a while."""
     time.sleep(5 * GRACE)
-    return not reports
+    return len(reports) == number
 
 
 def test_a_transfer_that_waits_for_a_rank_that_is_gone(reports: list[str]) -> None:
-    channel, theirs = pair()
-    channel.watch.track("logsumexp: gathering, rank 0")
-    channel.watch.track("logsumexp: later, rank 0")
-    assert stays_empty(reports)  # while rank 1 is alive
-    theirs.close()
-    expected = "logsumexp: gathering, rank 0: this GPU waits for rank 1 of the group, which is gone"
-    assert wait_for(reports) == [expected]
+    """One report, of the first of the latest transfers, though several ranks are lost."""
+    pairs = [socket.socketpair() for _ in range(2)]
+    peers = {rank: mine for rank, (mine, _) in enumerate(pairs, start=1)}
+    channel = SocketChannel(peers, timedelta(seconds=5))
+    for number in range(REMEMBERED + 3):
+        channel.watch.track(f"transfer {number}")
+    assert stay(reports)  # while the others are alive
+    for _, theirs in pairs:
+        theirs.close()
+    (report,) = told(reports)
+    assert report.startswith("transfer 3: this GPU waits for rank ")
+    assert report.endswith(" of the group, which is gone")
+    assert stay(reports, 1)
 
 
 def test_a_transfer_launched_after_a_rank_is_lost(reports: list[str]) -> None:
@@ -84,28 +92,30 @@ def test_a_transfer_launched_after_a_rank_is_lost(reports: list[str]) -> None:
     Event.finished = True
     channel.watch.track("one")
     theirs.close()
-    assert stays_empty(reports)  # a finished transfer needs no other rank
+    assert stay(reports)  # a finished transfer needs no other rank
     Event.finished = False
     channel.watch.track("two")
-    assert wait_for(reports)
+    assert told(reports)
 
 
 def test_a_rank_that_says_goodbye(reports: list[str]) -> None:
+    """Or this one does, when its group ends; a captured transfer is not watched."""
     channel, theirs = pair()
     channel.watch.track("one")
     theirs.sendall(b"the last call's words" + GOODBYE)
     theirs.close()
-    assert stays_empty(reports)
-
-
-def test_a_channel_says_goodbye_when_its_group_ends(reports: list[str]) -> None:
-    channel, theirs = pair()
-    channel.watch.track("one")
-    del channel
+    ending, left = pair()
+    ending.watch.track("one")
+    del ending
     gc.collect()
-    assert theirs.recv(100) == GOODBYE
-    assert theirs.recv(100) == b""
-    assert stays_empty(reports)
+    assert left.recv(100) == GOODBYE
+    assert left.recv(100) == b""
+    capturing, gone = pair()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        capturing.watch.track("one")
+    gone.close()
+    assert stay(reports)
 
 
 def test_no_goodbye_while_an_error_propagates(reports: list[str]) -> None:
@@ -125,31 +135,6 @@ def test_a_forked_process_leaves_the_channel_open(reports: list[str]) -> None:
     os.waitpid(child, 0)
     theirs.sendall(b"words")
     assert channel.peers[1].recv(100) == b"words"
-    channel.peers[1].sendall(b"answer")
-    assert theirs.recv(100) == b"answer"
-
-
-def test_captured_transfers_are_not_watched(
-    reports: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    channel, theirs = pair()
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    channel.watch.track("one")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    theirs.close()
-    assert stays_empty(reports)
-
-
-def test_one_report_of_the_latest_transfers_for_several_lost_ranks(reports: list[str]) -> None:
-    pairs = [socket.socketpair() for _ in range(2)]
-    peers = {rank: mine for rank, (mine, _) in enumerate(pairs, start=1)}
-    channel = SocketChannel(peers, timedelta(seconds=5))
-    for number in range(REMEMBERED + 3):
-        channel.watch.track(str(number))
-    for _, theirs in pairs:
-        theirs.close()
-    assert wait_for(reports)[0].startswith("3: ")
-    assert stays_empty(reports[1:])
 
 
 def run(program: str, **environ: str) -> tuple[int, str]:

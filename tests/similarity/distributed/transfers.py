@@ -13,34 +13,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm, layout, schedule
-from tests.gathering import gathering_up_to
+from megabatch.similarity.distributed import comm, grid, layout, schedule
 
 
 @contextmanager
-def grid_of(columns: int) -> Iterator[None]:
-    """Make each group whose size `columns` divides a grid with so many columns; 0: none."""
-    before = settings.set_grid(columns)
-    try:
-        yield
-    finally:
-        settings.set_grid(before)
+def transferring(
+    *,
+    rounds: int | None = None,
+    columns: int | None = None,
+    overlap: bool = True,
+    own_first: int | None = None,
+) -> Iterator[pytest.MonkeyPatch]:
+    """Transfer features in a way of its own.
 
-
-@contextmanager
-def gathered_in_rounds(size: int | None) -> Iterator[pytest.MonkeyPatch]:
-    """Gather rounds of so many bytes of all ranks' features, which may be less than a tile.
-
-    None: the usual way.
+    rounds: bytes of all ranks' features in a round, which may be less than a tile; columns: of a
+    grid of ranks; own_first: rows of a rank from which its own columns come first.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if size is None:
-            yield patch
-            return
-        patch.setattr(schedule, "TILE", 2)
-        patch.setattr(schedule, "ROUND", 1)
-        with gathering_up_to(size):
-            yield patch
+        chosen = settings._chosen._replace(overlap=int(overlap))
+        if rounds is not None:
+            patch.setattr(schedule, "TILE", 2)
+            patch.setattr(schedule, "ROUND", 1)
+            chosen = chosen._replace(gather=rounds)
+        if columns is not None:
+            chosen = chosen._replace(grid=columns)
+            if rounds is not None:
+                patch.setattr(grid, "most_sharing", lambda *_: 99)
+        if own_first is not None:
+            patch.setattr(schedule, "LARGE", own_first)
+        patch.setattr(settings, "_chosen", chosen)
+        yield patch
 
 
 def recorded_transfers(patch: pytest.MonkeyPatch) -> list[str]:
@@ -55,18 +57,16 @@ def received_bytes(patch: pytest.MonkeyPatch) -> list[int]:
     """A list that receives the bytes that this rank gets from others in each collective."""
     received: list[int] = []
 
-    def counting(name: str, shards: Callable[[Tensor, int], int]) -> None:
-        function = getattr(layout, name)
-
-        def call(tensor: Tensor, group: Any, *others: Any) -> Any:
-            received.append((group.size() - 1) * shards(tensor, group.size()))
+    def counting(function: Callable[..., Any], gathers: bool) -> Callable[..., Any]:
+        def call(tensor: Tensor, group: dist.ProcessGroup, *others: Any) -> Any:
+            shard = tensor.nbytes if gathers else tensor.nbytes // group.size()
+            received.append((group.size() - 1) * shard)
             return function(tensor, group, *others)
 
-        patch.setattr(layout, name, call)
+        return call
 
-    counting("all_gather", lambda own, n: own.nbytes)
-    counting("all_to_all", lambda parts, n: parts.nbytes // n)
-    counting("reduce_scatter", lambda parts, n: parts.nbytes // n)
+    for name in ("all_gather", "all_to_all", "reduce_scatter"):
+        patch.setattr(layout, name, counting(getattr(layout, name), name == "all_gather"))
     return received
 
 
