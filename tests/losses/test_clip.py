@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megabatch as mb
-from megabatch.similarity import soft_targets
+from megabatch.losses import clip
+from megabatch.similarity import backends, soft_targets
 from tests.losses.reference import assert_equal, clip_of_logits, leaves
 from tests.similarity.features import MAKERS
 
@@ -20,6 +21,14 @@ IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 2**62 - 1])
 SCALES = (0.01, 14.3, 100.0, 200.0)
 
 makers = pytest.mark.parametrize("maker", MAKERS)
+
+
+def test_compiled_code_does_not_ask_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile cannot trace the question, which a GPU makes it reach."""
+    monkeypatch.setattr(backends, "kernels_available", lambda x: bool(input()))
+    rows, columns = torch.rand(2, 4, 7).unbind()
+    compiled = torch.compile(clip.paired_losses, fullgraph=True, backend="eager")
+    assert compiled(rows, columns).shape == (7,)
 
 
 @makers

@@ -193,9 +193,9 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
         rows, columns: (4, m), the numbers of a `Split` for either side; each pair has one positive,
             its own.
     """
-    by_kernel = rows.dtype == torch.float32 and backends.kernels_available(rows)
-    # torch.compile makes one kernel of the expression by itself.
-    if by_kernel and rows.shape[1] and not torch.compiler.is_compiling():
+    # torch.compile makes one kernel of the expression by itself, and cannot trace the other checks.
+    traced = torch.compiler.is_compiling() or rows.dtype != torch.float32 or not rows.shape[1]
+    if not traced and backends.kernels_available(rows):
         from megabatch.similarity.triton import paired  # Triton, where it is needed
 
         losses: Tensor = paired.paired_losses(rows, columns)
