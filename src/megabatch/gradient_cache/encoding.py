@@ -201,7 +201,7 @@ class Encoding:
         with statistics, torch.set_grad_enabled(graph), self._frozen.recorded():
             outputs = self._encode(parts)
         if i == 0:
-            self.buffers = state.keep_updated()
+            self.buffers = state.keep_updated(compare=self._check is not None)
         if micro_batch.idle:  # its rows are no data, and leave no trace
             state.restore_buffers()
         trained = [t for t in outputs.values() if t is not None and t.requires_grad]

@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ INTEGERS = 1 << 16
 
 #: A buffer by its module and its name, as another tensor may take its place.
 Buffer: TypeAlias = "tuple[nn.Module, str]"
+
+#: Names of buffers that forward passes change by `buffer.data`, which has a version of its own.
+_uncounted: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 
 
 def cuda_devices(tensors: Iterable[Tensor] = ()) -> set[torch.device]:
@@ -171,16 +175,18 @@ class ForwardState:
     def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
         """Save it; at first `buffers` are those of `possible_state`."""
         self._random = RandomState(devices)
-        tensors = {buffer: getattr(*buffer) for buffer in buffers}
-        self._saved = {buffer: (t, t.detach().clone()) for buffer, t in tensors.items()}
+        watched = {buffer: Watched(buffer[1], getattr(*buffer)) for buffer in buffers}
+        self._saved = {b: (w, w.tensor.detach().clone()) for b, w in watched.items()}
 
-    def keep_updated(self) -> list[Buffer]:
-        """Forget buffers whose values are the same now, and return the others; waits for a GPU."""
-        self._saved = {
-            buffer: (tensor, value)
-            for buffer, (tensor, value) in self._saved.items()
-            if not torch.equal(getattr(*buffer), value)
-        }
+    def keep_updated(self, *, compare: bool) -> list[Buffer]:
+        """Forget the buffers that have not changed since, and return the others.
+
+        `compare`: values as well as versions, which waits for a GPU; later steps remember the find.
+        """
+        for (module, name), (watched, value) in self._saved.items() if compare else ():
+            if not watched.changed() and not torch.equal(watched.tensor, value):
+                _uncounted.setdefault(module, set()).add(name)
+        self._saved = {b: saved for b, saved in self._saved.items() if _updated(b, saved[0])}
         return [*self._saved]
 
     def restore(self) -> None:
@@ -191,10 +197,17 @@ class ForwardState:
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Undo changes of buffers, in place or by another tensor in their place."""
-        for buffer, (tensor, value) in self._saved.items():
-            if getattr(*buffer) is not tensor:
-                setattr(*buffer, tensor)
-            tensor.copy_(value)
+        for buffer, (watched, value) in self._saved.items():
+            if getattr(*buffer) is not watched.tensor:
+                setattr(*buffer, watched.tensor)
+            watched.tensor.copy_(value)
+
+
+def _updated(buffer: Buffer, before: Watched) -> bool:
+    """Whether a buffer was changed in place since, or another tensor is in its place."""
+    module, name = buffer
+    replaced = getattr(module, name) is not before.tensor
+    return replaced or name in _uncounted.get(module, ()) or before.changed()
 
 
 def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
@@ -205,5 +218,6 @@ def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
         if not isinstance(module, BATCH_NORMS + INSTANCE_NORMS)
         for name, buffer in module.named_buffers(recurse=False)
         if buffer.layout is torch.strided  # others cannot be compared
+        and not buffer.is_inference()  # does not count changes
         if buffer.is_floating_point() or buffer.numel() <= INTEGERS
     ]
