@@ -14,7 +14,7 @@ from torch import nn
 from megabatch.config.problems import problems
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory
-from megabatch.gradient_cache.offload import StepMemory
+from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.models import create
 from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths

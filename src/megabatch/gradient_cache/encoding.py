@@ -10,14 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.autograd import GradientSums, reached_from
-from megabatch.gradient_cache.by_length import MicroBatch
+from megabatch.gradient_cache.batches import Feed, MicroBatch, Parts
 from megabatch.gradient_cache.checks import PassesCheck
-from megabatch.gradient_cache.feed import Feed, Parts
-from megabatch.gradient_cache.frozen import FrozenParts
-from megabatch.gradient_cache.offload import allocated
-from megabatch.gradient_cache.outputs import CachedOutputs, Outputs
+from megabatch.gradient_cache.outputs import CachedOutputs, Outputs, allocated
 from megabatch.gradient_cache.state import (
     ForwardState,
+    FrozenParts,
     Watched,
     cuda_devices,
     keep_running_statistics,

@@ -19,7 +19,7 @@ from megabatch.gradient_cache.autograd import (
 )
 from megabatch.gradient_cache.checks import PendingLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.offload import StepMemory
+from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.gradient_cache.state import ForwardContext, ForwardState, cuda_devices
 from megabatch.ranks import all_gather_numbers, global_ranks
 from megabatch.torch_internals import graph_is_retained, parametrizations_not_cached

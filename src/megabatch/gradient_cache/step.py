@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.by_length import Key
+from megabatch.gradient_cache.batches import Feed, Key
 from megabatch.gradient_cache.checks import (
     WEIGHTS_COMPARED,
     PassesCheck,
@@ -31,9 +31,7 @@ from megabatch.gradient_cache.checks import (
     weights_differ,
 )
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.feed import Feed
-from megabatch.gradient_cache.offload import StepMemory
-from megabatch.gradient_cache.outputs import CachedOutputs
+from megabatch.gradient_cache.outputs import CachedOutputs, StepMemory
 from megabatch.gradient_cache.second_pass import Step, loss_of
 from megabatch.ranks import all_gather_numbers, global_ranks
 

@@ -21,8 +21,7 @@ from megabatch.config.settings import (
 )
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
-from megabatch.gradient_cache.batches import to_device
-from megabatch.gradient_cache.by_length import MicroBatch, divided
+from megabatch.gradient_cache.batches import MicroBatch, divided, to_device
 from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.models.locking import locked_towers
 from megabatch.planning.kept import kept_at_most, kept_count
