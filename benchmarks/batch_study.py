@@ -1,6 +1,6 @@
 """Does the batch matter? Small towers at batch sizes from 1,024 to a tenth of the data, five seeds.
 
-    megabatch data icons --output icons --format grey --size 32 --workers 16
+    python benchmarks/draw_icons.py --output icons --size 32 --workers 16
     python benchmarks/batch_study.py --list
     python benchmarks/batch_study.py --icons icons --gpus 2 --budget-seconds 540
 

@@ -32,11 +32,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from machinery.icon_set import write_icons
+from machinery.iconify import open_package
 from megabatch.benchmarking.records import command_line, machine, versions
 from megabatch.config.settings import resolve_device
 from megabatch.data.grey import IMAGES, GreyPairs
-from megabatch.data.iconify import open_package
-from megabatch.data.icons import write_icons
 from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.run_folder import open_run
@@ -97,7 +97,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     if not folder.exists():
         with open_package(options.package) as package:
-            write_icons(package, folder, kind="grey", size=IMAGE_SIZE, workers=options.workers)
+            write_icons(package, folder, size=IMAGE_SIZE, workers=options.workers)
     seconds = time.perf_counter() - began
     found: dict[str, Any] = {"package": json.loads((folder / "sets.json").read_text())["package"]}
     ids = {}

@@ -2,8 +2,8 @@
 
     python benchmarks/icons_package.py iconify-json-2.2.535.tgz icons.tar.xz --max-bytes 2048
 
-It contains everything that `megabatch data icons --package icons.tar.xz` reads: the package's sets
-without hidden and animated icons and without metadata that captions do not use, and, for training
+It contains everything that `draw_icons.py --package icons.tar.xz` reads: the package's sets without
+hidden and animated icons and without metadata that captions do not use, and, for training
 sets, without icons whose drawing exceeds --max-bytes. The held-out sets are complete, so that
 recalls are comparable.
 """
@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megabatch.data.iconify import MOVING, Package, open_package
-from megabatch.data.icons import is_held_out
+from machinery.icon_set import is_held_out
+from machinery.iconify import MOVING, Package, open_package
 
 _KEPT = ("prefix", "info", "left", "top", "width", "height")
 

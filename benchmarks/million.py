@@ -1,6 +1,6 @@
 """Whole optimizer steps with a million pairs: time by part, memory, the loss before and after.
 
-    megabatch data icons --output icons --format grey --size 32 --workers 16
+    python benchmarks/draw_icons.py --output icons --size 32 --workers 16
     torchrun --nproc-per-node 2 benchmarks/million.py --icons icons
 
 An open_clip model is trained on real drawings, the icons of npm's @iconify/json with their

@@ -1,6 +1,6 @@
 """The data of batch_study.py as one small file, for a machine that cannot download anything.
 
-    megabatch data icons --output icons --format grey --size 32
+    python benchmarks/draw_icons.py --output icons --size 32
     python benchmarks/study_package.py icons /usr/share/wordnet study.tar.xz
     tar xf study.tar.xz    # there: icons/ and wordnet/
 
@@ -19,7 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.grey import IMAGES, PAIRS, GreyPairs, GreyWriter
+from machinery.grey import GreyWriter
+from megabatch.data.grey import IMAGES, PAIRS, GreyPairs
 
 _CHUNK = 4096  # icons at a time
 

@@ -172,7 +172,6 @@ WRONG = {
     "report gone": "gone is not a folder",
     "data inspect gone.csv": "nothing matches gone.csv",
     "data inspekt": "did you mean inspect?",
-    "data icons --output o --size 3": "--size 3: --format svg does not use it",
     "models ViT": "'ViT': not expected",
     "bench los": "did you mean loss?",
     "tune --dtype float8": "did you mean float32?",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from megabatch.imports import DISTRIBUTIONS, MissingLibrary, missing, named_extras
-from tests.data.samples import png, write_tar
+from tests.data.samples import png
 from tests.models.tiny_bert import save_tiny_bert
 
 ROOT = Path(__file__).parents[1]
@@ -34,9 +34,7 @@ NEEDS = {
     "eval run --val-data pairs.csv": "jinja2 numpy PIL rich safetensors",
     BENCH: "psutil rich",
     "data inspect pairs.csv": "numpy PIL pyarrow rich webdataset",
-    "data inspect svg.tar": "resvg_py",
     "data glyphs --output shards": "matplotlib numpy PIL webdataset",
-    "data icons --output shards": "numpy PIL webdataset",
     "from megabatch.evaluation import evaluate_run": "matplotlib",
     "import megabatch; megabatch.evaluation.evaluate_run('new')": "jinja2",
     "from megabatch.data import open_pairs": "numpy PIL",
@@ -44,9 +42,9 @@ NEEDS = {
 }
 CASES = [(asked, library) for asked, names in NEEDS.items() for library in names.split()]
 
-UNNEEDED = "jinja2 matplotlib open_clip resvg_py sklearn timm tokenizers torchvision transformers"
+UNNEEDED = "jinja2 matplotlib open_clip sklearn timm tokenizers torchvision transformers"
 ALL = " ".join(sorted({*" ".join([*NEEDS.values(), UNNEEDED, "simplejpeg tomli"]).split()}))
-HELPFUL = ("train", "plan", "eval", "export", "data icons", "tune")
+HELPFUL = ("train", "plan", "eval", "export", "data glyphs", "tune")
 HELP = [f"{command} --help" for command in HELPFUL]
 WITHOUT = [(TRAIN, UNNEEDED), *((asked, ALL) for asked in [*HELP, "bench loss --help"])]
 
@@ -68,8 +66,6 @@ def ended(
     (folder / "texts.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 2)
     for name in ("a.png", "b.png"):
         (folder / name).write_bytes(png())
-    drawing = b'<svg xmlns="http://www.w3.org/2000/svg" width="4" height="4"/>'
-    write_tar(folder / "svg.tar", [("0.svg", drawing), ("0.txt", b"nothing")])
     cases = [*NEEDS.items(), *WITHOUT]
     given = [(names.split(), a if is_python(a) else a.split()) for a, names in cases]
     done = subprocess.run(

@@ -20,7 +20,7 @@ COMMANDS = {
         "write the report of a run, or compare several",
     ),
     "export": ("megabatch.export.command", "write a run's model for OpenCLIP and other libraries"),
-    "data": ("megabatch.data.command", "write the built-in data sets as shards"),
+    "data": ("megabatch.data.command", "write the glyphs as shards, inspect a data set"),
     "models": ("megabatch.models.command", "list the models that can be trained"),
     "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
     "bench": ("megabatch.benchmarking.bench", "compare megabatch with its peers"),

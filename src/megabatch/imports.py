@@ -19,7 +19,6 @@ DISTRIBUTIONS = {
     "PIL": "pillow",
     "mlflow": "mlflow-skinny",
     "open_clip": "open_clip_torch",
-    "resvg_py": "resvg-py",
     "sklearn": "scikit-learn",
 }
 

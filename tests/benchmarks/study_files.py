@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 
-from megabatch.data.grey import GreyWriter
+from machinery.grey import GreyWriter
 from megabatch.data.pairs import caption_id
 
 
 def write_icons(folder: Path, train: int = 200, test: int = 20) -> Path:
-    """Icons of 32 random pixels, as `megabatch data icons --format grey --size 32` has them."""
+    """Icons of 32 random pixels, as `draw_icons.py --size 32` writes them."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megabatch.data.iconify import open_package
+from machinery.iconify import open_package
 from megabatch.training import TrainConfig
+from tests.benchmarks.machinery.iconify_set import write_tarball
 from tests.benchmarks.test_scripts import SCRIPTS, run
-from tests.data.iconify_set import write_tarball
 
 
 def load(script: str) -> ModuleType:

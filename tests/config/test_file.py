@@ -61,7 +61,6 @@ def test_packaged_configurations_are_possible_and_keep_what_they_promise() -> No
     icons = load_config("icons")
     assert icons.global_batch_size >= 32_768
     assert icons.duplicates == "positives"
-    assert icons.svg_size == 64  # what icon-small takes
 
 
 def test_a_file_may_leave_fields_out_and_whole_numbers_serve_as_numbers(tmp_path: Path) -> None:

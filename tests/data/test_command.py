@@ -84,13 +84,6 @@ def test_nothing_usable_is_a_failure(tmp_path: Path, capsys):
         (["inspect", "nowhere"], "megabatch data: nothing matches nowhere"),
         (["inspect", "glyphs", "--limit", "-1"], "--limit -1: expected at least 0"),
         (["glyphs", "--output", "x", "--samples-per-shard", "0"], "expected at least 1"),
-        (["icons", "--output", "x", "--size", "99999"], "expected at least 1 and at most 8,192"),
-        (["icons", "--output", "x", "--size", "32"], "--size 32: --format svg does not use it"),
-        (
-            ["icons", "--output", "x", "--format", "grey", "--samples-per-shard", "9"],
-            "--samples-per-shard 9: --format grey does not use it",
-        ),
-        (["icons", "--output", "x", "--package", __file__], "cannot read "),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):

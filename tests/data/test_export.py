@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from webdataset.writer import ShardWriter
 
-from megabatch.data.export import ShardWriter, write_glyphs
+from megabatch.data.export import write_glyphs
 from megabatch.data.glyphs import GlyphPairs, GlyphSet
 from megabatch.data.loader import PairLoader
 from megabatch.data.sources import open_pairs
@@ -74,7 +75,7 @@ def test_an_interrupted_run_leaves_nothing(few: GlyphPairs, tmp_path: Path, monk
 
     def fail_in_the_second_shard(writer, sample):
         write(writer, sample)
-        if writer.count == 150:
+        if writer.total == 150:
             raise failure
 
     monkeypatch.setattr(ShardWriter, "write", fail_in_the_second_shard)

@@ -82,7 +82,7 @@ def test_arrays_of_files_give_what_their_images_give(tmp_path: Path) -> None:
     assert torch.equal(arrays.images, images.images)
     assert arrays.bad == images.bad
     assert [reason for *_, reason, _ in arrays.bad] == ["undecodable image"]
-    late = decode([DeferredImage(EncodedImage(jpeg((12, 12), 0), "0", 8), seed=1)], crop)
+    late = decode([DeferredImage(EncodedImage(jpeg((12, 12), 0), "0"), seed=1)], crop)
     early = decode([DeferredImage(decode_image(jpeg((12, 12), 0), "0"), seed=1)], crop)
     assert torch.equal(late.rows, early.rows)
 

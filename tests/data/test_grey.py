@@ -6,16 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from machinery.grey import GreyWriter
 from megabatch.data import PairLoader
-from megabatch.data.grey import GreyPairs, GreyWriter
-from megabatch.data.iconify import open_package
-from megabatch.data.icons import write_icons
-from megabatch.data.pairs import ArrayDataset, caption_id
+from megabatch.data.grey import GreyPairs
+from megabatch.data.pairs import ArrayDataset
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
 from megabatch.models.icon import GreyTransform
-
-from .iconify_set import write_folder
 
 
 def write(folder: Path, count: int = 5, size: int = 4) -> Path:
@@ -40,24 +37,6 @@ def test_pairs_come_back(tmp_path: Path):
     assert images[:, 0, 0, 0].tolist() == [3, 10]
     assert captions == ["é 1", "é 5"]
     assert pairs.ids([3, 10]).tolist() == [2**40 + 1, 2**40 + 5]
-
-
-def test_icons_are_drawn_as_those_of_shards(tmp_path: Path):
-    with open_package(write_folder(tmp_path / "package")) as package:
-        write_icons(package, tmp_path / "grey", kind="grey", size=32, workers=1)
-        write_icons(package, tmp_path / "svg")
-    for split in ("train", "test"):
-        drawn = open_pairs(str(tmp_path / "grey" / split))
-        kept = open_pairs(str(tmp_path / "svg" / split), svg_size=32)
-        assert len(drawn) == len(kept) > 0
-        for i in range(len(kept)):
-            np.testing.assert_array_equal(drawn[i].image, kept[i].image.convert("L"))
-            assert drawn[i].caption == kept[i].caption
-            assert drawn[i].id == kept[i].id == caption_id(kept[i].caption)
-    assert not list((tmp_path / "grey").rglob("*.tar"))
-    assert (tmp_path / "grey" / "sets.json").read_bytes() == (
-        tmp_path / "svg" / "sets.json"
-    ).read_bytes()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -90,10 +69,3 @@ def test_damaged_folders_are_refused(tmp_path: Path):
     (folder / "images.npy").write_bytes(pixels[:-1])
     with pytest.raises(UsageError, match="cannot read"):
         open_pairs(str(folder))
-
-
-def test_pixels_of_another_size_are_refused(tmp_path: Path):
-    writer = GreyWriter(tmp_path / "grey", 4)
-    with pytest.raises(ValueError, match="15 bytes; expected 4²"):
-        writer.write(bytes(15), key="k", number=0, caption="c")
-    writer.close()

@@ -108,7 +108,7 @@ def test_pixels_of_jpeg_files_are_pillows(
     size: tuple[int, int], quality: int, subsampling: str, progressive: bool
 ) -> None:
     data = jpeg(size, quality=quality, subsampling=subsampling, progressive=progressive)
-    pixels = EncodedImage(data, "k", 64).pixels()
+    pixels = EncodedImage(data, "k").pixels()
     assert pixels is not None
     assert np.array_equal(pixels, np.asarray(decode_image(data, "k")))
 
@@ -120,7 +120,7 @@ def test_damaged_jpeg_files_are_what_pillow_makes_of_them(
     whole = jpeg((33, 21), quality=80)
     data = bytearray(whole[: round(length * len(whole))])
     data[int(place * (len(data) - 1))] = value
-    file = EncodedImage(bytes(data), "k", 64)
+    file = EncodedImage(bytes(data), "k")
     try:
         expected = AsBytes()(file.decode())
     except BadSample:
@@ -136,11 +136,11 @@ def test_damaged_jpeg_files_are_what_pillow_makes_of_them(
     ids=["grey", "CMYK", "PNG", "empty", "none"],
 )
 def test_other_files_are_left_to_pillow(data: bytes) -> None:
-    assert EncodedImage(data, "k", 64).pixels() is None
+    assert EncodedImage(data, "k").pixels() is None
 
 
 def test_only_transforms_that_take_arrays_are_given_them() -> None:
-    file = EncodedImage(jpeg((9, 7)), "k", 64)
+    file = EncodedImage(jpeg((9, 7)), "k")
     seen: list[type] = []
 
     def note(image: object) -> torch.Tensor:

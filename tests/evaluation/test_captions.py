@@ -294,14 +294,11 @@ def test_columns_of_several_sources_hold_for_as_many(
         "query_column": None,
         "caption_column": captions,
         "separator": ";",
-        "svg_size": 224,
     }
 
 
 def test_without_a_run_there_is_nothing_to_take_over() -> None:
-    reading = reading_of({}, "c.csv")
-    assert reading.pop("svg_size") == 224
-    assert set(reading.values()) == {None}
+    assert set(reading_of({}, "c.csv").values()) == {None}
 
 
 def test_a_run_on_several_sources_reads_one_table(tmp_path: Path) -> None:

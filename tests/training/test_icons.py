@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from megabatch.data.iconify import open_package
-from megabatch.data.icons import write_icons
+from machinery.icon_set import write_icons
+from machinery.iconify import open_package
 from megabatch.evaluation import evaluate_run
 from megabatch.training import load_config, train
 from megabatch.training.setup import build_towers
-from tests.data.iconify_set import write_folder
+from tests.benchmarks.machinery.iconify_set import write_folder
 
 
 @pytest.fixture
 def icons(tmp_path: Path) -> Path:
     with open_package(write_folder(tmp_path / "package")) as package:
-        write_icons(package, tmp_path / "icons", kind="grey")
+        write_icons(package, tmp_path / "icons")
     return tmp_path / "icons"
 
 

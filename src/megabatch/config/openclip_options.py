@@ -107,7 +107,7 @@ INSTEAD = {
         ),
         _AUDIO,
     ),
-    "--image-key": "the image is a sample's jpg, jpeg, png, webp, svg, bmp or ppm; leave it out",
+    "--image-key": "the image is a sample's jpg, jpeg, png, webp, bmp or ppm; leave it out",
     "--max-image-pixels": "there is no limit but that of the decoder; leave it out",
     **dict.fromkeys(("--text-key", "--json-text-key", "--json-text-key-probs"), _CAPTION),
     "--opt-kwargs": "use --beta1, --beta2, --eps and --momentum",

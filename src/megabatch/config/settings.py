@@ -127,9 +127,6 @@ class TrainConfig:
     on that the table has. Used with hard_negatives only."""
     csv_separator: str | None = None
     """Separator of a text table. Default: a comma; in .tsv files a tab."""
-    svg_size: Annotated[int, Interval(at_least=1, at_most=8_192)] = 224
-    """Longer side in pixels at which .svg images in shards are rasterised, before the transform.
-    Slightly more than the model's image size suffices and is fast."""
     output: Annotated[Path, MAY_CHANGE] = Path("runs/train")
     """Folder of the run: configuration, logs, checkpoints, weights."""
     resume: bool = False

@@ -1,4 +1,4 @@
-"""`megabatch data`: write the built-in data sets as shards, inspect a data set."""
+"""`megabatch data`: write the built-in glyphs as shards, inspect a data set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.errors import UsageError, plural
-from megabatch.hints import Interval, settings_of, with_value
+from megabatch.hints import Interval
 from megabatch.options import Positional, parse_one_of
 from megabatch.references import absent
 
@@ -32,33 +32,6 @@ class Glyphs:
     """Part of the set: train, the held-out faces, the held-out characters, or all."""
     samples_per_shard: Annotated[int, Interval(at_least=1)] = 10_000
     """Pairs in each shard but the last."""
-
-
-@dataclass
-class Icons:
-    """Write the icons of the npm package @iconify/json, train/ and test/.
-
-    As WebDataset shards, or as grey pixels. Each set belongs to one split as a whole. sets.json
-    next to them has each set's author and licence: there are many, and some require attribution.
-    """
-
-    output: Path
-    """Folder to create; it appears when all shards are written."""
-    package: Path | None = None
-    """The package's tarball or unpacked folder. Default: fetched by npm."""
-    format: Literal["svg", "png", "grey"] = "svg"
-    """svg: small files, rasterised when they are read; png: rasterised now; grey: rasterised now,
-    grey pixels in one file instead of shards, the fastest to read."""
-    size: Annotated[int, Interval(at_least=1, at_most=8_192)] = 64
-    """For png and grey: pixels per side."""
-    set_title: bool = False
-    """End each caption with its set's title. Captions are then almost unique."""
-    max_bytes: Annotated[int | None, Interval(at_least=1)] = None
-    """Leave out icons whose SVG is longer."""
-    samples_per_shard: Annotated[int, Interval(at_least=1)] = 10_000
-    """For svg and png: pairs in each shard but the last."""
-    workers: Annotated[int, Interval(at_least=0)] = 0
-    """For png and grey: worker processes that rasterise; 0: this process does."""
 
 
 @dataclass
@@ -88,13 +61,11 @@ class Inspect:
 
 def main(argv: list[str]) -> int:
     """Run `megabatch data ...`; returns the exit code."""
-    commands = {"glyphs": Glyphs, "icons": Icons, "inspect": Inspect}
-    description = "Write the built-in data sets as shards, inspect a data set."
+    commands = {"glyphs": Glyphs, "inspect": Inspect}
+    description = "Write the built-in glyphs as shards, inspect a data set."
     command = parse_one_of(commands, argv, prog="megabatch data", description=description)
     if isinstance(command, Glyphs):
         return glyphs(command)
-    if isinstance(command, Icons):
-        return icons(command)
     assert isinstance(command, Inspect)
     return inspect(command)
 
@@ -109,44 +80,6 @@ def glyphs(options: Glyphs) -> int:
     size = sum(path.stat().st_size for path in shards)
     written = f"{plural(len(pairs), 'pair')} in {plural(len(shards), 'shard')}"
     print(f"{written}, {size / 1e6:.1f} MB: {options.output}")
-    return 0
-
-
-def icons(options: Icons) -> int:
-    """Write the icons as shards."""
-    unused = {"svg": ("size", "workers"), "grey": ("samples_per_shard",)}
-    for name in unused.get(options.format, ()):
-        value = getattr(options, name)
-        if value != settings_of(Icons)[name].default:
-            raise UsageError(
-                f"{with_value(name, value)}: --format {options.format} does not use it"
-            )
-    from megabatch.data.iconify import open_package
-    from megabatch.data.icons import write_icons
-
-    with open_package(options.package) as package:
-        done = write_icons(
-            package,
-            options.output,
-            kind=options.format,
-            size=options.size,
-            set_title=options.set_title,
-            max_bytes=options.max_bytes,
-            samples_per_shard=options.samples_per_shard,
-            workers=options.workers,
-        )
-    print(f"@iconify/json {done.version}: {options.output}")
-    kind = "file" if options.format == "grey" else "shard"
-    for split, captions in done.captions.items():
-        files = list((options.output / split).iterdir())
-        size = sum(path.stat().st_size for path in files)
-        print(
-            f"{split}: {plural(done.icons[split], 'icon')} of {plural(done.sets[split], 'set')}, "
-            f"{plural(len(captions), 'distinct caption')}; {plural(len(files), kind)}, "
-            f"{size / 1e6:.1f} MB"
-        )
-    for reason, count in (+done.left_out).most_common():
-        print(f"left out {count:,} x {reason}")
     return 0
 
 

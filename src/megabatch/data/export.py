@@ -1,46 +1,18 @@
-"""Writing WebDataset shards: the glyphs, and whatever else comes as samples."""
+"""Writing the glyphs as WebDataset shards."""
 
 from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from webdataset.writer import TarWriter
+from webdataset.writer import ShardWriter
 
 from megabatch.data.glyphs import GlyphPairs
 from megabatch.files import new_folder
-
-
-class ShardWriter:
-    """Writes samples to `folder/00000.tar`, ..., one shard at a time.
-
-    The same samples give the same bytes.
-    """
-
-    def __init__(self, folder: Path, samples_per_shard: int) -> None:
-        self.folder = folder
-        self.samples_per_shard = samples_per_shard
-        self.count = 0
-        self._tar: TarWriter | None = None
-
-    def write(self, sample: dict[str, Any]) -> None:
-        """Add a sample: its name as `__key__`, and bytes by extension."""
-        if self.count % self.samples_per_shard == 0:
-            self.close()
-            path = self.folder / f"{self.count // self.samples_per_shard:05d}.tar"
-            self._tar = TarWriter(str(path), encoder=False, mtime=0)
-        assert self._tar is not None
-        self._tar.write(sample)
-        self.count += 1
-
-    def close(self) -> None:
-        """Finish the last shard."""
-        if self._tar is not None:
-            self._tar.close()
-            self._tar = None
 
 
 def write_glyphs(pairs: GlyphPairs, output: str | Path, *, samples_per_shard: int) -> list[Path]:
@@ -58,12 +30,11 @@ def write_glyphs(pairs: GlyphPairs, output: str | Path, *, samples_per_shard: in
     """
     output = Path(output)
     with new_folder(output) as folder:
-        writer = ShardWriter(folder, samples_per_shard)
-        try:
+        pattern = str(folder).replace("%", "%%") + "/%05d.tar"
+        options = {"encoder": False, "mtime": 0, "verbose": 0}
+        with ShardWriter(pattern, samples_per_shard, math.inf, **options) as writer:
             for index in range(len(pairs)):
                 writer.write(_glyph_sample(pairs, index))
-        finally:
-            writer.close()
     return sorted(output.glob("*.tar"))
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 from PIL import Image
@@ -17,7 +15,10 @@ IMAGES, PAIRS = "images.npy", "pairs.txt"
 
 
 class GreyPairs:
-    """A folder that `GreyWriter` wrote, as a data set of pairs; none of its samples is bad.
+    """A folder with `images.npy` and `pairs.txt` as a data set; none of its samples is bad.
+
+    images.npy: uint8 (n, 1, side, side); pairs.txt: key, id and caption per line, with tabs between
+    them. benchmarks/draw_icons.py writes such a folder.
 
     The images are memory-mapped: the system caches as much of the file as fits, once for all
     processes.
@@ -70,48 +71,5 @@ class GreyPairs:
 
 
 def is_grey_folder(path: str | Path) -> bool:
-    """Whether a path is a folder that `GreyWriter` wrote."""
+    """Whether a path is a folder of grey images, see `GreyPairs`."""
     return (Path(path) / IMAGES).is_file()
-
-
-class GreyWriter:
-    """Writes `images.npy`, uint8 (n, 1, size, size), and `pairs.txt`: key, id and caption per line.
-
-    Images are written one by one, so there may be more than fit in memory.
-    """
-
-    def __init__(self, folder: Path, size: int) -> None:
-        folder.mkdir()
-        self.size = size
-        self.count = 0
-        self._images: IO[bytes] = (folder / IMAGES).open("wb")
-        self._pairs = (folder / PAIRS).open("w", encoding="utf-8", newline="\n")
-        self._write_header()
-
-    def write(self, pixels: bytes, *, key: str, number: int, caption: str) -> None:
-        """Add one pair.
-
-        Args:
-            pixels: size * size bytes.
-            key: names the sample.
-            number: its id.
-            caption: runs of white space become single spaces.
-        """
-        if len(pixels) != self.size**2:
-            raise ValueError(f"pixels: {len(pixels)} bytes; expected {self.size}²")
-        self._images.write(pixels)
-        self._pairs.write(f"{' '.join(key.split())}\t{number}\t{' '.join(caption.split())}\n")
-        self.count += 1
-
-    def close(self) -> None:
-        """Finish both files."""
-        self._images.seek(0, os.SEEK_SET)
-        self._write_header()
-        self._images.close()
-        self._pairs.close()
-
-    def _write_header(self) -> None:
-        # numpy pads the header so that the first axis may grow: its length stays the same.
-        shape = (self.count, 1, self.size, self.size)
-        header = {"descr": "|u1", "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self._images, header)

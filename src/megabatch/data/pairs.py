@@ -16,8 +16,6 @@ import simplejpeg
 import torch
 from PIL import Image
 
-from megabatch.data.svg import SVG_SIZE, BadSvg, draw_svg, is_svg
-
 # Above a limit (89 million pixels) Pillow warns, in each worker anew, and decodes; above twice the
 # limit it refuses, and the sample is a bad one. Last, so that the user's own filters come before.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
@@ -148,11 +146,10 @@ class EncodedImage:
 
     data: bytes
     key: str
-    svg_size: int
 
     def decode(self) -> Image.Image:
         """Decode the image; raises BadSample if that fails."""
-        return decode_image(self.data, self.key, svg_size=self.svg_size)
+        return decode_image(self.data, self.key)
 
     def pixels(self) -> np.ndarray | None:
         """The pixels of a colour JPEG file, uint8 (height, width, 3); None for any other file.
@@ -208,20 +205,15 @@ def undecoded() -> Iterator[None]:
         _undecoded.reset(token)
 
 
-def decode_image(data: bytes, key: str, *, svg_size: int = SVG_SIZE) -> Image.Image:
+def decode_image(data: bytes, key: str) -> Image.Image:
     """Decode an image file that is in memory; raises BadSample if that fails.
 
-    An SVG is drawn on white, its longer side `svg_size` pixels. Grey images of 16 bits are scaled
-    to 8. Within `undecoded`, the result is an `EncodedImage` if the file begins like an image.
+    Grey images of 16 bits are scaled to 8. Within `undecoded`, the result is an `EncodedImage` if
+    the file begins like an image.
     """
     if _undecoded.get():
         _check_beginning(data, key)
-        return EncodedImage(data, key, svg_size)  # type: ignore[return-value]
-    if is_svg(data):
-        try:
-            return draw_svg(data, svg_size)
-        except BadSvg as error:
-            raise BadSample(str(error), key) from error
+        return EncodedImage(data, key)  # type: ignore[return-value]
     try:
         image = Image.open(io.BytesIO(data))
         image.load()
@@ -242,8 +234,6 @@ def _bad_image(error: Exception, key: str) -> BadSample:
 
 def _check_beginning(data: bytes, key: str) -> None:
     """Read the header with format, size and mode: most files that are not images fail here."""
-    if is_svg(data):
-        return
     try:
         Image.open(io.BytesIO(data)).close()
     except Exception as error:

@@ -13,7 +13,6 @@ import numpy as np
 from PIL import Image
 
 from megabatch.data.pairs import BadSample, Pair, clean_caption, decode_image
-from megabatch.data.svg import SVG_SIZE
 from megabatch.data.tar_index import ABSENT, IMAGE_EXTENSIONS, KINDS, endings, tar_index
 from megabatch.errors import UsageError
 
@@ -25,15 +24,13 @@ class TarSamples:
 
     A sample has at most one member of each of `megabatch.data.tar_index.KINDS`. The headers are
     read once, at construction; each member is then one read at a known offset. A damaged file is
-    used up to the damage, which `damage` describes. The longer side of an `svg` is drawn with
-    `svg_size` pixels.
+    used up to the damage, which `damage` describes.
 
     Raises:
         UsageError: a file cannot be read or is compressed; no file has a sample.
     """
 
-    def __init__(self, paths: Sequence[str | Path], *, svg_size: int = SVG_SIZE) -> None:
-        self.svg_size = svg_size
+    def __init__(self, paths: Sequence[str | Path]) -> None:
         self.paths = [str(path) for path in paths]
         indices = [tar_index(path) for path in self.paths]
         # These tell an open file from one that has replaced it since.
@@ -73,8 +70,7 @@ class TarSamples:
 
     def image(self, index: int) -> Image.Image:
         """Return the sample's image; BadSample if it has none or it cannot be decoded."""
-        data = self.read(index, "image")
-        return decode_image(data, self.key(index), svg_size=self.svg_size)
+        return decode_image(self.read(index, "image"), self.key(index))
 
     def _span(self, index: int, kind: str) -> tuple[int, int]:
         offset, size = self._spans[index, KINDS.index(kind)]

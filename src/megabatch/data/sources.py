@@ -14,7 +14,6 @@ from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
-from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError, one_line
 from megabatch.imports import named_extras
 from megabatch.references import COMMAND, is_url
@@ -40,7 +39,6 @@ def open_pairs(
     negatives: bool | None = False,
     negative_column: str | None = None,
     upsampling_factors: Sequence[float] | None = None,
-    svg_size: int = SVG_SIZE,
 ) -> PairDataset:
     """Open a data set of pairs: of images with captions, or of texts with texts.
 
@@ -66,7 +64,6 @@ def open_pairs(
             negatives, negative_1, negative_2 and so on. Several by `::`, as above.
         upsampling_factors: how often an epoch visits each sample of a source, one factor per
             source; see `MixedPairs`. Default: once.
-        svg_size: pixels of the longer side of .svg images in shards when they are drawn.
 
     Raises:
         UsageError: nothing matches, files of a source are of different kinds, a column is missing,
@@ -85,7 +82,7 @@ def open_pairs(
     sources = []
     for number, one in enumerate(specs):
         own = {option: names[number] for option, names in columns.items()}
-        sources.append(_open_one(one, split, svg_size, {**own, **shared}))
+        sources.append(_open_one(one, split, {**own, **shared}))
     if len(sources) == 1 and upsampling_factors is None:
         return sources[0]
     return mix(sources, specs, upsampling_factors)
@@ -129,7 +126,7 @@ def one_each(names: str | None, column: str, specs: list[str]) -> list[str | Non
     return [name or None for name in each]
 
 
-def _open_one(spec: str, split: str | None, svg_size: int, columns: dict[str, Any]) -> PairDataset:
+def _open_one(spec: str, split: str | None, columns: dict[str, Any]) -> PairDataset:
     if spec == "glyphs":
         _refuse_negatives(spec, columns)
         if split is not None and split not in SPLITS:
@@ -148,7 +145,7 @@ def _open_one(spec: str, split: str | None, svg_size: int, columns: dict[str, An
     from megabatch.data.shards import ShardPairs
 
     _refuse_negatives(spec, columns)
-    return ShardPairs(paths, svg_size=svg_size)
+    return ShardPairs(paths)
 
 
 def _refuse_negatives(spec: str, columns: dict[str, Any]) -> None:

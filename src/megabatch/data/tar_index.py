@@ -18,7 +18,7 @@ from megabatch.data.cache import read_arrays, write_arrays
 from megabatch.errors import UsageError, are, plural
 from megabatch.files import default_cache_dir
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "svg", "bmp", "ppm")
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm")
 #: Members of a sample besides its image: a caption, a JSON document, a class index.
 OTHERS = ("txt", "json", "cls")
 KINDS = ("image", *OTHERS)
@@ -29,7 +29,7 @@ _BLOCK = tarfile.BLOCKSIZE
 _MAGIC, _MAGIC_AT = b"ustar", 257  # of a member's header
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _COMPRESSED_NAMES = (".gz", ".tgz", ".bz2", ".xz", ".zst")
-_VERSION = 3  # increase it when the same file would give another index
+_VERSION = 4  # increase it when the same file would give another index
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from megabatch.data.mixture import SEPARATOR
 from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
-from megabatch.data.svg import SVG_SIZE
 from megabatch.errors import UsageError
 from megabatch.evaluation.caption_texts import captions_in, clean_captions
 from megabatch.evaluation.listed import open_json, open_tables
@@ -34,9 +33,9 @@ def reading_of(trained: Mapping[str, Any], val_data: str) -> dict[str, Any]:
         val_data: the other data.
 
     Returns:
-        image_column, query_column, caption_column, separator and svg_size, as `open_pairs` takes
-        them. Column names that differ between several training sources are kept only if `val_data`
-        has as many sources.
+        image_column, query_column, caption_column and separator, as `open_pairs` takes them. Column
+        names that differ between several training sources are kept only if `val_data` has as many
+        sources.
     """
     reading = {option: trained.get(name) for option, name in _COLUMNS.items()}
     if len((trained.get("train_data") or "").split(SEPARATOR)) > 1:
@@ -44,8 +43,7 @@ def reading_of(trained: Mapping[str, Any], val_data: str) -> dict[str, Any]:
         for option, names in reading.items():
             if names is not None and len(names.split(SEPARATOR)) not in (1, sources):
                 reading[option] = None
-    separator, svg_size = trained.get("csv_separator"), trained.get("svg_size", SVG_SIZE)
-    return {**reading, "separator": separator, "svg_size": svg_size}
+    return {**reading, "separator": trained.get("csv_separator")}
 
 
 def open_val_data(
@@ -87,7 +85,6 @@ def open_captioned(
     image_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
-    svg_size: int = SVG_SIZE,
 ) -> Samples[Captions]:
     """Open images with one or several captions each.
 
@@ -101,7 +98,7 @@ def open_captioned(
         image_folder: folder of the images that a table or JSON file names; default: the file's own
             folder, else the working directory.
         split: of Karpathy's JSON: train, restval, val or test; default: test.
-        image_column, caption_column, separator, svg_size: as for `open_pairs`.
+        image_column, caption_column, separator: as for `open_pairs`.
 
     Raises:
         UsageError: nothing matches, a column or field is missing, no image has a caption.
@@ -113,7 +110,7 @@ def open_captioned(
         strict=True,
     )
     sources = [
-        _open_one(one, image_folder, split, svg_size, (*names, separator))
+        _open_one(one, image_folder, split, (*names, separator))
         for one, names in zip(specs, columns, strict=True)
     ]
     return sources[0] if len(sources) == 1 else ConcatSamples(sources)
@@ -123,7 +120,6 @@ def _open_one(
     spec: str,
     image_folder: Path | None,
     split: str | None,
-    svg_size: int,
     columns_and_separator: tuple[str | None, str | None, str | None],
 ) -> Samples[Captions]:
     if spec == GLYPHS:  # open_pairs would take those for training
@@ -141,10 +137,10 @@ def _open_one(
     if image_folder is not None:
         raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
     if paths and paths[0].suffix == ".tar":
-        shards = ShardCaptions(paths, svg_size=svg_size)
+        shards = ShardCaptions(paths)
         if shards.has(0, "json") and isinstance(captions_in(shards.read(0, "json")), list):
             return shards
-    return CaptionedPairs(open_pairs(spec, svg_size=svg_size))
+    return CaptionedPairs(open_pairs(spec))
 
 
 # Sources of samples.

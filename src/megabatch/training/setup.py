@@ -316,7 +316,6 @@ def open_data(config: TrainConfig) -> PairDataset:
             separator=config.csv_separator,
             negatives=config.hard_negatives > 0,
             negative_column=config.csv_negative_key,
-            svg_size=config.svg_size,
         )
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megabatch.data import iconify
-from megabatch.data.iconify import IconSet, open_package, parse_set
-from megabatch.data.svg import draw_svg
+from machinery import iconify
+from machinery.iconify import IconSet, open_package, parse_set
+from machinery.svg import draw_svg
 from megabatch.errors import UsageError
 
 from .iconify_set import PATH, icon_set, sets, write_folder, write_tarball

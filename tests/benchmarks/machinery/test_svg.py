@@ -6,15 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megabatch.data import svg
-from megabatch.data.pairs import BadSample, decode_image
-from megabatch.data.sources import open_pairs
-from megabatch.data.svg import BadSvg, draw_svg, is_svg
-
-from .samples import png, write_tar
+from machinery.svg import BadSvg, draw_svg
+from tests.data.samples import png
 
 NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
-WHITE, BLACK, RED = (255, 255, 255), (0, 0, 0), (255, 0, 0)
+WHITE, BLACK = (255, 255, 255), (0, 0, 0)
 
 
 def document(body: str, size: str = 'width="20" height="10"') -> bytes:
@@ -29,21 +25,8 @@ def test_the_longer_side_has_the_size_asked_for():
     assert draw_svg(document("", 'width="1" height="4"'), 8).size == (2, 8)
 
 
-def test_the_same_bytes_give_the_same_pixels():
-    data = document('<circle cx="9" cy="5" r="4" fill="red"/>')
-    assert draw_svg(data).tobytes() == draw_svg(data).tobytes()
-
-
-def test_files_are_told_apart_by_their_beginning():
-    assert is_svg(b'\xef\xbb\xbf <?xml version="1.0"?>')
-    assert not is_svg(png())
-    assert not is_svg(b"")
-    assert decode_image(png(9), "key").size == (4, 3)
-    assert decode_image(document(""), "key").size == (svg.SVG_SIZE, svg.SVG_SIZE // 2)
-
-
 def test_text_is_left_out():
-    image = draw_svg(document('<text x="2" y="9" font-size="9">mmm</text>'))
+    image = draw_svg(document('<text x="2" y="9" font-size="9">mmm</text>'), 224)
     assert image.getcolors() == [(224 * 112, WHITE)]
 
 
@@ -55,7 +38,7 @@ def test_no_file_is_read(tmp_path: Path, name: str, attribute: str):
     spaces = 'xmlns:s="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink"'
     body = f'<g {spaces}><{name} width="20" height="10" {link}/></g>'
     with pytest.raises(BadSvg, match="svg with an image inside"):
-        draw_svg(document(body))
+        draw_svg(document(body), 224)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +54,9 @@ def test_no_file_is_read(tmp_path: Path, name: str, attribute: str):
         (document("<g>" * 100_000 + "</g>" * 100_000), "svg nested too deeply"),
     ],
 )
-def test_what_cannot_be_drawn_is_a_bad_sample(data: bytes, reason: str):
-    with pytest.raises(BadSample) as caught:
-        decode_image(data, "key")
-    assert caught.value.key == "key"
-    assert caught.value.reason == reason
+def test_what_cannot_be_drawn_is_refused(data: bytes, reason: str):
+    with pytest.raises(BadSvg, match=f"^{reason}$"):
+        draw_svg(data, 224)
 
 
 @pytest.mark.parametrize(("levels", "uses"), [(127, 0), (6, 16)])
@@ -87,7 +68,7 @@ def test_what_is_just_not_too_deep_is_drawn(levels: int, uses: int):
     for i in range(uses):
         body = f'<g id="u{i}">{inner.format(f"""<use href="#u{i - 1}"/>""")}</g>' + body
     with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        assert pool.submit(draw_svg, document(body)).result().mode == "RGB"
+        assert pool.submit(draw_svg, document(body), 224).result().mode == "RGB"
 
 
 def test_what_draws_itself_many_times_over_is_refused():
@@ -95,25 +76,12 @@ def test_what_draws_itself_many_times_over_is_refused():
     for i in range(7):
         body += f'<g id="u{i + 1}">' + f'<use href="#u{i}"/>' * 10 + "</g>"
     with pytest.raises(BadSvg, match="nested too deeply"):
-        draw_svg(document(body))
+        draw_svg(document(body), 224)
     chain = "".join(
         f'<pattern id="p{i}" width="1" height="1"><rect width="9" fill="url(#p{i - 1})"/></pattern>'
         for i in range(300)
     )
     with pytest.raises(BadSvg, match="nested too deeply"):
-        draw_svg(document(chain + '<rect width="9" height="9" fill="url(#p299)"/>'))
-    once = draw_svg(document('<rect id="a" width="5" height="5"/>' + '<use href="#a"/>' * 50))
+        draw_svg(document(chain + '<rect width="9" height="9" fill="url(#p299)"/>'), 224)
+    once = draw_svg(document('<rect id="a" width="5" height="5"/>' + '<use href="#a"/>' * 50), 224)
     assert once.getpixel((5, 5)) == BLACK
-
-
-def test_shards_of_svg_are_read_as_pairs(tmp_path: Path):
-    good = document('<rect width="20" height="10" fill="red"/>', 'width="20" height="20"')
-    members = [("0.svg", good), ("0.txt", b"red"), ("1.svg", b"<svg"), ("1.txt", b"bad")]
-    write_tar(tmp_path / "a.tar", [*members, ("2.txt", b"two"), ("2.svg", good)])
-    pairs = open_pairs(str(tmp_path), svg_size=16)
-    assert len(pairs) == 3
-    assert (pairs[0].caption, pairs[0].image.size) == ("red", (16, 16))
-    assert pairs[2].image.getpixel((8, 2)) == RED
-    assert open_pairs(str(tmp_path))[0].image.size == (224, 224)
-    with pytest.raises(BadSample, match=r"undecodable image: a\.tar:1"):
-        pairs[1]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import io
 from xml.parsers import expat
 
+import resvg_py
 from PIL import Image
-
-from megabatch.imports import named_extras
-
-SVG_SIZE = 224  # default for the pixels of the longer side
 
 # resvg overflows its stack, which ends the process, somewhere between 200 and 256 nested groups.
 _MAX_DEPTH = 128  # of elements, counted again for each nested reference
@@ -20,12 +17,7 @@ class BadSvg(ValueError):
     """An SVG that is refused; the message is short and the same for the same fault."""
 
 
-def is_svg(data: bytes) -> bool:
-    """Whether a file may be an SVG: it begins like XML, as no raster format does."""
-    return data[:64].removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"<"
-
-
-def draw_svg(data: bytes, size: int = SVG_SIZE) -> Image.Image:
+def draw_svg(data: bytes, size: int) -> Image.Image:
     """Draw an SVG on white, RGB, the longer side `size` pixels; `currentColor` is black.
 
     The drawing depends on the file alone: texts are left out, since fonts differ between machines,
@@ -34,10 +26,7 @@ def draw_svg(data: bytes, size: int = SVG_SIZE) -> Image.Image:
     Raises:
         BadSvg: the file is not an SVG, embeds images, declares entities, or is nested so deeply
             that drawing it would crash the process or never end.
-        MissingLibrary: resvg_py is not installed; a UsageError.
     """
-    with named_extras():
-        import resvg_py
     _check(data)
     try:
         png = resvg_py.svg_to_bytes(
