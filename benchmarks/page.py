@@ -6,7 +6,8 @@ The pages are Markdown with two additions. A fenced block ```table holds a table
 
     records = ["single-gpu"]     files of benchmarks/results, also as patterns ("fuzz-*")
     from = "comparison"          the list in these files; "" is all of a file as one record
-    where = {loss = "clip"}      fields that a record must have; a list: any of them; "*": any value
+    where = {loss = "clip"}      fields that a record must have; a list: any of them; "*": any
+                                 value; "=b": the value of the field b
     unless = {seed = 100}        fields that it may not have
     row = "{contender}"          the first cell of a line, as `str.format` fills it from a record
     head = "CLIP's loss"         the title of the first column
@@ -15,6 +16,7 @@ The pages are Markdown with two additions. A fenced block ```table holds a table
     cell = "{ms:ms}"             the contents below it
     several = "mean"             if several records share a cell: the mean and the standard
                                  deviation of their numbers; "first": the first; else an error
+    sort = true                  lines in the order of their first numbers, not of the records
 
 `UNITS` has the formats of numbers; `{record}` is the file's name. In the text,
 `{{single-gpu: b=65536 loss="clip": {ms:ms}}}` is a figure of the first such record.
@@ -101,6 +103,8 @@ def matches(record: Record, where: Mapping[str, Any]) -> bool:
         return False
     for field, wanted in where.items():
         value = record.get(field)
+        if isinstance(wanted, str) and wanted.startswith("="):
+            wanted = record.get(wanted[1:])
         allowed = wanted if isinstance(wanted, list) else [wanted]
         if not (value is not None if wanted == "*" else value in allowed):
             return False
@@ -228,7 +232,8 @@ def table(text: str, files: Mapping[str, Record]) -> str:
     else:
         titles, forms = list(told["columns"]), [("", form) for form in told["columns"].values()]
     lines = [[told.get("head", ""), *titles], ["---"] * (1 + len(titles))]
-    for row, cells in rows.items():
+    shown = sorted(rows, key=_number) if told.get("sort") else rows
+    for row, cells in ((row, rows[row]) for row in shown):
         lines.append([row, *(cell(form, cells[t]) if t in cells else "-" for t, form in forms)])
     links = ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in names)
     body = [f"| {' | '.join(line)} |" for line in lines]
@@ -242,13 +247,13 @@ def _number(title: str) -> float:
 
 
 def sources(files: Mapping[str, Record]) -> str:
-    """The machine, the day, the remark and the commands of each file of records."""
-    lines = ["## Records", "", "The machine, the day and the command of each:", ""]
+    """The machine, the day and the program of each file of records."""
+    lines = ["## Records", "", "Each record holds its whole command.", ""]
     for name, content in files.items():
-        note = content.get("note") or content.get("what") or ""
+        programs = [re.findall(r"\w+\.py|^megabatch \w+", line) for line in commands(content)]
         link = f"[{name}](../benchmarks/results/{name}.json)"
-        lines.append(f"- {link}: {origin(content)}. {note}".rstrip())
-        lines += [f"  `{command}`" for command in commands(content)]
+        shown = [origin(content), *dict.fromkeys(f"`{found[0]}`" for found in programs if found)]
+        lines.append(f"- {link}: {', '.join(filter(None, shown)) or 'a script that was not kept'}")
     return "\n".join(lines)
 
 

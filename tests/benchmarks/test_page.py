@@ -35,7 +35,7 @@ def one(contender: str, b: int, ms: float | None, **more: Any) -> dict[str, Any]
 
 FILES: dict[str, Any] = {
     "a": {
-        "command": "measure a",
+        "command": "python measure.py --all",
         "machine": {"gpus": ["H", "H"]},
         "date": "2026-01-02T03",
         "records": [
@@ -95,9 +95,9 @@ def test_figures_in_the_text() -> None:
 
 def test_sources() -> None:
     lines = page.sources(FILES).splitlines()
-    assert lines[4:6] == [
-        "- [a](../benchmarks/results/a.json): 2 x H, 2026-01-02.",
-        "  `measure a`",
+    assert lines[4:] == [
+        "- [a](../benchmarks/results/a.json): 2 x H, 2026-01-02, `measure.py`",
+        "- [b](../benchmarks/results/b.json): a script that was not kept",
     ]
 
 

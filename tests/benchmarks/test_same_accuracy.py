@@ -52,9 +52,8 @@ def test_no_run_begins_after_the_budget(tmp_path: Path) -> None:
     assert not output.exists()
 
 
-def test_the_page_shows_the_record() -> None:
+def test_the_record_has_the_same_figures_in_all_cases() -> None:
     record = json.loads((SCRIPTS / "results/same-accuracy.json").read_text())
-    page = (SCRIPTS.parent / "docs/accuracy.md").read_text()
     cases = {(one["contender"], one["n_devices"]): one for one in record["comparison"]}
     assert len(cases) == 9
     for seed in range(5):
@@ -64,17 +63,7 @@ def test_the_page_shows_the_record() -> None:
         found = [figures["chance"] for figures in runs[0].values()]
         assert all(chance["image_to_text/recall@1"] < 0.003 for chance in found)
         assert all(chance["text_to_image/recall@1"] < 0.003 for chance in found)
-    for test in ("faces", "characters"):
-        ways = "image_to_text/recall@1", "text_to_image/recall@1"
-        shown = []
-        for way in ways:
-            figure = cases["tiled", 4]["figures"][f"{test}/{way}"]
-            shown.append(f"{100 * figure['mean']:.2f} ± {100 * figure['deviation']:.2f}%")
-        assert f"| held-out {test} | {' | '.join(shown)} |" in page
-    for contender in ("dense", "tiled", "cached"):
-        differences = [cases[contender, ranks]["largest_difference"] for ranks in (1, 2, 4)]
-        shown = [f"{value:.1e}" if value else "" for value in differences]
-        assert f"| {contender} | {' | '.join(shown)} |".replace("|  |", "| |") in page
+    assert max(one["largest_difference"] or 0 for one in record["comparison"]) < 1e-6
     assert max(one["largest_difference_of_seeds"] for one in record["comparison"]) < 0.295
 
 

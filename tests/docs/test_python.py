@@ -127,8 +127,8 @@ def memory(tools: Tools) -> Iterator[Names]:
     torch.testing.assert_close(known["value"].detach(), expected.detach())
 
 
-@page("kernels.md")
-def kernels(tools: Tools) -> Iterator[Names]:
+@page("faq.md")
+def faq(tools: Tools) -> Iterator[Names]:
     def called_once(function: Callable[..., Tensor], sample: tuple[Tensor, ...]) -> Any:
         return function(*sample)
 

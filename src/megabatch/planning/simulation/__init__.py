@@ -1,1 +1,1 @@
-"""A simulation of losses on up to thousands of GPUs: docs/simulation.md."""
+"""A simulation of losses on up to thousands of GPUs: docs/design/simulation.md."""

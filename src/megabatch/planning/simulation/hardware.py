@@ -1,7 +1,7 @@
 """GPUs, nodes and links, of plans and of simulations. All rates per second, all sizes in bytes.
 
 The defaults are those of H200s. `benchmarks/simulation.py` derives the fitted ones of the loss from
-the records that docs/simulation.md names, which also says which of them are assumptions, and
+the records that docs/design/simulation.md names, which also says which of them are assumptions, and
 `benchmarks/plan_check.py` those of the encoders. Other GPUs are scaled by their datasheets.
 """
 

@@ -9,7 +9,7 @@ which counts between hosts (docs/distributed.md).
 
 Rounds bound the memory of transfers for any shard size: while one is computed, the next one's
 columns arrive and the gradients of the previous one are summed. A collective per round is faster
-than a ring of ranks, where each waits for the slowest at each step (docs/transfers.md).
+than a ring of ranks, where each waits for the slowest at each step (docs/design/transfers.md).
 
 The matrix of x against itself is symmetric, so one of two ranks computes the block of their shards
 (`half`). It takes no grid.
