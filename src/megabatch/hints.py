@@ -91,13 +91,17 @@ class Setting:
     """A field of a dataclass.
 
     Attributes:
-        type: the type inside `Annotated`.
+        kinds: what a value may be: a type, or a word for itself.
+        many: the value is a tuple, and each item is one of the kinds.
+        optional: the value may be None.
         default: `dataclasses.MISSING` if there is none.
         marks: the other arguments of `Annotated`, such as an `Interval`.
     """
 
     name: str
-    type: Any
+    kinds: tuple[Any, ...]
+    many: bool
+    optional: bool
     default: Any
     marks: tuple[object, ...] = ()
 
@@ -105,12 +109,64 @@ class Setting:
         """The mark of this class, if there is one."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
+    def accepts(self, value: Any) -> bool:
+        """Whether a value has the type. An int is a valid float, a bool is not a number."""
+        if value is None:
+            return self.optional
+        if self.many != isinstance(value, tuple):
+            return False
+        return all(any(_is(kind, one) for kind in self.kinds) for one in _items(value))
+
     def expected(self, value: Any) -> str:
         """The valid range as a text if a value of the right type lies outside of it, else ""."""
         interval = self.mark(Interval)
         if interval is None or value is None or isinstance(value, str):  # a word, such as "auto"
             return ""
         return "" if value in interval else str(interval)
+
+    def wanted(self, value: object) -> str:
+        """The type, for "expected ...", with the word that a value of another type is like."""
+        words = [repr(k) if isinstance(k, str) else _WORDS.get(k, "a path") for k in self.kinds]
+        each = "a list, each " if self.many else ""
+        return each + " or ".join(words) + did_you_mean(str(value), self.words)
+
+    @property
+    def words(self) -> list[str]:
+        """The values that are words of their own."""
+        return [kind for kind in self.kinds if isinstance(kind, str)]
+
+    @property
+    def placeholder(self) -> str:
+        """The value's placeholder in a command's help."""
+        first = self.kinds[0]
+        if isinstance(first, str):
+            return "{" + ",".join(self.words) + "}"
+        return {int: "N", float: "X", Path: "PATH"}.get(first, "TEXT")
+
+    def parse(self, words: str | list[str] | bool) -> Any:
+        """The value that the words after an option mean; "None" is None if that is allowed.
+
+        Raises:
+            ValueError: they mean none; the message says what was expected.
+        """
+        if isinstance(words, bool):
+            return words
+        values = tuple(map(self._parsed, words if isinstance(words, list) else [words]))
+        value = values if self.many else values[0]
+        if expected := self.expected(value):
+            raise ValueError(expected)
+        return value
+
+    def _parsed(self, word: str) -> Any:
+        if self.optional and word in ("None", "none"):
+            return None
+        for kind in self.kinds:
+            with contextlib.suppress(ValueError):
+                value = kind(word) if kind in (int, float, Path) else word
+                # An empty variable is no path: Path("") is the working directory.
+                if _is(kind, value) and (word or kind is not Path):
+                    return value
+        raise ValueError(self.wanted(word))
 
 
 @functools.cache
@@ -122,8 +178,29 @@ def settings_of(cls: type) -> dict[str, Setting]:
         hint = hints[one.name]
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         default = one.default if one.default_factory is MISSING else one.default_factory()
-        found[one.name] = Setting(one.name, plain, default, tuple(marks))
+        alternatives = get_args(plain) if is_union(plain) else (plain,)
+        parts = [part for part in alternatives if part is not types.NoneType]
+        many = get_origin(parts[0]) is tuple  # tuple[item, ...]
+        if many:
+            parts = [get_args(parts[0])[0]]
+        kinds = [k for p in parts for k in (get_args(p) if get_origin(p) is Literal else (p,))]
+        optional = len(alternatives) > len(parts)
+        found[one.name] = Setting(one.name, tuple(kinds), many, optional, default, tuple(marks))
     return found
+
+
+def _is(kind: Any, value: Any) -> bool:
+    if isinstance(kind, str):
+        return bool(value == kind)
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is Reference:
+        return is_reference(value)
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
 
 
 def option(name: str) -> str:
@@ -135,88 +212,17 @@ def with_value(name: str, value: Any) -> str:
     """A setting with its value as an option: `--workers 4`, `--no-evaluate`."""
     if isinstance(value, bool):
         return option(name) if value else option(f"no_{name}")
-    return f"{option(name)} {' '.join(map(str, value)) if isinstance(value, tuple) else value}"
+    return f"{option(name)} {shown(value)}"
 
 
-def accepts(hint: Any, value: Any) -> bool:
-    """Whether a value has a field's type. An int is a valid float, a bool is not a number."""
-    if get_origin(hint) is Literal:
-        return value in get_args(hint)
-    if is_union(hint):
-        return any(accepts(part, value) for part in get_args(hint))
-    if get_origin(hint) is tuple:  # tuple[item, ...]
-        item = get_args(hint)[0]
-        return isinstance(value, tuple) and all(accepts(item, part) for part in value)
-    if hint in (int, float) and isinstance(value, bool):
-        return False
-    if hint is Reference:
-        return is_reference(value)
-    return isinstance(value, (int, float) if hint is float else hint)
-
-
-def describe_type(hint: Any) -> str:
-    """A description of a field's type, for "expected ..."."""
-    if get_origin(hint) is Literal:
-        return " or ".join(repr(choice) for choice in get_args(hint))
-    if is_union(hint):
-        return " or ".join(describe_type(p) for p in get_args(hint) if p is not types.NoneType)
-    if get_origin(hint) is tuple:
-        return f"a list, each {describe_type(get_args(hint)[0])}"
-    return _WORDS.get(hint, "a path")
-
-
-def wanted(hint: Any, value: object) -> str:
-    """A description of a field's type for a value that has another, with the choice it is like."""
-    return describe_type(hint) + did_you_mean(str(value), _choices(hint))
-
-
-def _choices(hint: Any) -> list[str]:
-    parts = get_args(hint)
-    return list(parts) if get_origin(hint) is Literal else [c for p in parts for c in _choices(p)]
-
-
-def parse_value(hint: Any, word: str) -> Any:
-    """Parse a word from the command line; "None" is None if the type allows it.
-
-    Raises:
-        ValueError: the word is no value of this type.
-    """
-    if is_union(hint):
-        parts = get_args(hint)
-        if types.NoneType in parts and word in ("None", "none"):
-            return None
-        *others, last = [part for part in parts if part is not types.NoneType]
-        for part in others:
-            with contextlib.suppress(ValueError):
-                return parse_value(part, word)
-        return parse_value(last, word)
-    if get_origin(hint) is Literal:
-        if word not in get_args(hint):
-            raise ValueError(word)
-        return word
-    if hint is Reference:
-        if not is_reference(word):
-            raise ValueError(word)
-        return word
-    if hint is Path and not word:  # of an empty variable; Path("") is the working directory
-        raise ValueError(word)
-    return hint(word)
+def shown(value: Any) -> str:
+    """A value as it is typed."""
+    return " ".join(map(str, _items(value)))
 
 
 def is_union(hint: Any) -> bool:
     """Whether it is `X | Y` or Optional."""
     return get_origin(hint) in (Union, types.UnionType)
-
-
-def placeholder(hint: Any) -> str:
-    """The value's placeholder in a command's help."""
-    if is_union(hint):
-        return placeholder(next(part for part in get_args(hint) if part is not types.NoneType))
-    if get_origin(hint) is Literal:
-        return "{" + ",".join(get_args(hint)) + "}"
-    if get_origin(hint) is tuple:
-        return placeholder(get_args(hint)[0])
-    return {int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")
 
 
 def parse_bytes(text: str) -> int:

@@ -13,20 +13,11 @@ import sys
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn, TypeVar
 
 from megabatch.errors import UsageError, all_of, did_you_mean
-from megabatch.hints import (
-    Details,
-    Positional,
-    Setting,
-    is_union,
-    option,
-    parse_value,
-    placeholder,
-    settings_of,
-    wanted,
-)
+from megabatch.hints import Details, Positional, Setting, option, settings_of, shown
 
 T = TypeVar("T")
 
@@ -41,7 +32,7 @@ class Parser:
         classes: dataclasses whose fields are the options; a bool is `--name` and `--no-name`.
         prog, description: for the help.
         groups: headings of the help, by the first field below each.
-        elsewhere: options of other programs, each with its replacement.
+        elsewhere: options of other programs, each with its replacement; `*` stands for any text.
         values: by field, values that other programs accept, likewise.
         common: fields that `--help` lists, while `--help-all` lists all; none: both list all.
     """
@@ -69,11 +60,11 @@ class Parser:
         for name, word in vars(read).items():
             setting = self._settings[name]
             try:
-                given[name] = _value(setting, word)
+                given[name] = setting.parse(word)
             except ValueError as error:
                 advice = self.values.get(name, {}).get(str(word))
                 expected = f"expected {error}" if advice is None else advice
-                reasons.append(f"{_label(setting)} {_plain(word)}: {expected}")
+                reasons.append(f"{_label(setting)} {_typed(word)}: {expected}")
         if reasons:
             raise UsageError(all_of(reasons))
         return given
@@ -97,11 +88,11 @@ class Parser:
             text = " ".join([texts.get(name, ""), details.text if details else ""]).strip()
             text = (_spelled(text, self._settings) + _default(setting)).strip().replace("%", "%%")
             _add(group, setting, argparse.SUPPRESS if short and name not in self.common else text)
-        shown = "Show common options." if self.common else "Show this text."
-        parser.add_argument("-h", "--help", action="help", help=shown)
+        about = "Show common options." if self.common else "Show this text."
+        parser.add_argument("-h", "--help", action="help", help=about)
         if self.common:
-            shown = f"Show all {len(self._settings)} options."
-            parser.add_argument("--help-all", action="help", help=shown)
+            about = f"Show all {len(self._settings)} options."
+            parser.add_argument("--help-all", action="help", help=about)
         return parser
 
     @property
@@ -111,8 +102,9 @@ class Parser:
     def _unknown(self, words: Sequence[str], unknown: Sequence[str]) -> Iterator[str]:
         for i, word in enumerate(unknown):
             name = word.partition("=")[0]
-            if name in self.elsewhere:
-                yield f"{name}: {self.elsewhere[name]}"
+            advice = next((a for p, a in self.elsewhere.items() if fnmatchcase(name, p)), None)
+            if advice is not None:
+                yield f"{name}: {advice}"
             elif name.startswith("-"):
                 # A misspelt option of another program means that one: `--batchsize`.
                 known = [*map(option, self._settings), *self.elsewhere]
@@ -122,8 +114,8 @@ class Parser:
             elif i == 0 or not unknown[i - 1].startswith("-"):  # not an unknown option's value
                 before = words[words.index(word) - 1] if words.index(word) else ""
                 field_name = before.removeprefix("--").replace("-", "_")
-                if advice := self.values.get(field_name, {}).get(word):
-                    yield f"{before} {word}: {advice}"
+                if meant := self.values.get(field_name, {}).get(word):
+                    yield f"{before} {word}: {meant}"
                 else:
                     after = f" after {before}" if before else ""
                     yield f"{word!r}: not expected{after}; options begin with --"
@@ -211,41 +203,18 @@ def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[s
 
 
 def _add(group: Any, setting: Setting, text: str) -> None:
-    name, hint = setting.name, setting.type
+    name = setting.name
     more: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
     if positional := setting.mark(Positional):
-        nargs = "?" if _item(hint) is None else "*"
+        nargs = "*" if setting.many else "?"
         group.add_argument(name, nargs=nargs, metavar=positional.metavar, **more)
-    elif hint in (bool, bool | None):
+    elif setting.kinds == (bool,):
         flag = group.add_argument(option(name), action=argparse.BooleanOptionalAction, **more)
         flag.help = text  # to which Python 3.10 adds the default
     else:
-        if _item(hint) is not None:
+        if setting.many:
             more["nargs"] = "*"
-        group.add_argument(option(name), dest=name, metavar=placeholder(hint), **more)
-
-
-def _value(setting: Setting, words: Any) -> Any:
-    """The value that the words after an option mean; a ValueError says what was expected."""
-    if isinstance(words, bool):
-        return words
-    item = _item(setting.type)
-    values = []
-    for word in [words] if item is None else words:
-        try:
-            values.append(parse_value(item or setting.type, word))
-        except ValueError:
-            raise ValueError(wanted(setting.type, word)) from None
-    value = values[0] if item is None else tuple(values)
-    if expected := setting.expected(value):
-        raise ValueError(expected)
-    return value
-
-
-def _item(hint: Any) -> Any:
-    """The type of the items if the hint is `tuple[item, ...]` or that or None; else None."""
-    parts = get_args(hint) if is_union(hint) else (hint,)
-    return next((get_args(part)[0] for part in parts if get_origin(part) is tuple), None)
+        group.add_argument(option(name), dest=name, metavar=setting.placeholder, **more)
 
 
 def _label(setting: Setting) -> str:
@@ -253,7 +222,7 @@ def _label(setting: Setting) -> str:
     return option(setting.name) if positional is None else positional.metavar
 
 
-def _plain(words: Any) -> str:
+def _typed(words: Any) -> str:
     return " ".join(words) if isinstance(words, list) else str(words)
 
 
@@ -307,8 +276,7 @@ def _default(setting: Setting) -> str:
     value = setting.default
     if value in (MISSING, None, False, "", ()):
         return ""
-    shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-    return f" (default: {'on' if value is True else shown})"
+    return f" (default: {'on' if value is True else shown(value)})"
 
 
 def _summary(cls: Callable[..., Any]) -> str:

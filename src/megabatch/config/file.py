@@ -7,12 +7,12 @@ import sys
 from dataclasses import fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError, did_you_mean
-from megabatch.hints import accepts, settings_of, wanted
+from megabatch.hints import settings_of
 from megabatch.references import named, refuse_references
 
 if sys.version_info >= (3, 11):
@@ -110,11 +110,11 @@ def _parse(text: str, source: str) -> dict[str, Any]:
         if key not in settings:
             reasons.append(f"{key} is not a setting{did_you_mean(key, settings)}")
             continue
-        hint = settings[key].type
-        if value and isinstance(value, str) and Path in (hint, *get_args(hint)):
+        setting = settings[key]
+        if value and isinstance(value, str) and Path in setting.kinds:
             values[key] = Path(value)
-        elif not accepts(hint, value):
-            reasons.append(f"{key} = {value!r}: expected {wanted(hint, value)}")
+        elif not setting.accepts(value):
+            reasons.append(f"{key} = {value!r}: expected {setting.wanted(value)}")
     if reasons:
         raise UsageError(f"--config {source}: {'; '.join(reasons)}")
     return values

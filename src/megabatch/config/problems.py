@@ -16,14 +16,7 @@ from megabatch.config.settings import (
     tracker_names,
 )
 from megabatch.errors import did_you_mean
-from megabatch.hints import (
-    accepts,
-    is_reference,
-    option,
-    settings_of,
-    wanted,
-    with_value,
-)
+from megabatch.hints import is_reference, option, settings_of, shown, with_value
 from megabatch.losses.registry import TRAINABLE, losses_with
 
 
@@ -52,7 +45,7 @@ def problems(config: TrainConfig, *, here: bool = True) -> list[str]:
     if wrong := wrong_types(config):
         return wrong
     reasons = [
-        f"{option(name)} {_shown(value)}: expected {expected}"
+        f"{option(name)} {shown(value)}: expected {expected}"
         for name, setting in settings_of(TrainConfig).items()
         if (expected := setting.expected(value := getattr(config, name)))
     ]
@@ -90,14 +83,10 @@ def unnamed(config: TrainConfig, *names: str) -> str:
 def wrong_types(config: TrainConfig) -> list[str]:
     """Settings whose value has the wrong type, each with its reason."""
     return [
-        f"{option(name)} {value!r}: expected {wanted(setting.type, value)}"
+        f"{option(name)} {value!r}: expected {setting.wanted(value)}"
         for name, setting in settings_of(TrainConfig).items()
-        if not accepts(setting.type, value := getattr(config, name))
+        if not setting.accepts(value := getattr(config, name))
     ]
-
-
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def conflicts(config: TrainConfig) -> Iterator[Conflict]:
