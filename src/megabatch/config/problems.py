@@ -93,12 +93,22 @@ def conflicts(config: TrainConfig) -> Iterator[Conflict]:
     """Settings that contradict each other for any data and model."""
     if config.steps is None and config.epochs < 1:
         yield Conflict(f"--epochs {config.epochs}: expected at least 1", ("epochs",))
+    yield from _without_effect(config)
     yield from _of_data(config)
     yield from _of_loss(config)
-    yield from _of_locks(config)
-    yield from _of_optimizer(config)
-    yield from _of_scale(config)
+    yield from _of_towers(config)
 
+
+#: Settings that ask for another one, which must then be on.
+_EXPECTED_WITH = (
+    ("csv_negative_key", "hard_negatives"),
+    ("val_data", "evaluate"),
+    ("val_frequency", "evaluate"),
+    ("best_metric", "val_frequency"),
+    ("lock_image_unlocked_groups", "lock_image"),
+    ("lock_image_freeze_bn_stats", "lock_image"),
+    ("lock_text_unlocked_layers", "lock_text"),
+)
 
 _COOLDOWN = ("lr_scheduler", ("const-cooldown", "wsd"))
 
@@ -114,35 +124,31 @@ _USED_WITH = (
     ("lr_cooldown_power", *_COOLDOWN),
     ("lr_cooldown_power", "lr_cooldown_shape", ("power",)),
     ("lr_cooldown_end", *_COOLDOWN),
+    *((name, "loss", users) for name in settings_of(TrainConfig) if (users := losses_with(name))),
+    ("hard_negatives", "loss", [name for name, loss in TRAINABLE.items() if loss.negatives]),
 )
 
 
-def _of_optimizer(config: TrainConfig) -> Iterator[Conflict]:
+def _without_effect(config: TrainConfig) -> Iterator[Conflict]:
+    """Settings that differ from their default, where nothing would use them."""
     settings = settings_of(TrainConfig)
+    for name, other in _EXPECTED_WITH:
+        value, default = getattr(config, name), settings[name].default
+        if value != default and not getattr(config, other):
+            reason = f"{with_value(name, value)}: expected with {option(other)}"
+            on = {other: True} if settings[other].kinds == (bool,) else {}
+            yield Conflict(reason, (name, other), {name: default, **on})
     for name, other, users in _USED_WITH:
         value, default, choice = (
             getattr(config, name),
             settings[name].default,
             getattr(config, other),
         )
-        if value != default and choice not in users:
-            yield Conflict(
-                f"{with_value(name, value)}: {with_value(other, choice)} does not use it; expected "
-                f"{' or '.join(with_value(other, user) for user in users)}",
-                (name, other),
-                {name: default},
-            )
-
-
-def _of_scale(config: TrainConfig) -> Iterator[Conflict]:
-    start, most = config.init_logit_scale, config.max_logit_scale
-    # A hundredth more is a rounded logarithm, such as 4.61 of 100.
-    if start is not None and not 0 <= start <= math.log(most) + 0.01:
-        yield Conflict(
-            f"--init-logit-scale {start}: expected a logarithm from 0 to {math.log(most):.3g}, as "
-            f"the first step would clamp the scale to 1 ... --max-logit-scale {most:g}",
-            ("init_logit_scale", "max_logit_scale"),
-        )
+        own = other == "loss" and is_reference(choice) and name == "hard_negatives"
+        if value != default and choice not in users and not own:
+            expected = " or ".join(with_value(other, user) for user in users)
+            reason = f"{with_value(name, value)}: {with_value(other, choice)} does not use it; "
+            yield Conflict(f"{reason}expected {expected}", (name, other), {name: default})
 
 
 def _of_data(config: TrainConfig) -> Iterator[Conflict]:
@@ -151,12 +157,6 @@ def _of_data(config: TrainConfig) -> Iterator[Conflict]:
             "--workers 0: expected at least 1 with --decode late, which is their work",
             ("workers", "decode"),
             {"workers": 1, "decode": "early"},
-        )
-    if config.csv_negative_key is not None and not config.hard_negatives:
-        yield Conflict(
-            f"--csv-negative-key {config.csv_negative_key}: expected with --hard-negatives",
-            ("csv_negative_key", "hard_negatives"),
-            {"csv_negative_key": None},
         )
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield Conflict(
@@ -170,64 +170,21 @@ def _of_data(config: TrainConfig) -> Iterator[Conflict]:
             ("evaluate", "train_data", "val_data"),
             {"evaluate": False},
         )
-    if config.val_data is not None and not config.evaluate:
-        yield Conflict(
-            f"--val-data {config.val_data}: expected with --evaluate",
-            ("val_data", "evaluate"),
-            {"val_data": None, "evaluate": True},
-        )
-    if config.val_frequency and not config.evaluate:
-        yield Conflict(
-            f"--val-frequency {config.val_frequency}: expected with --evaluate",
-            ("val_frequency", "evaluate"),
-            {"val_frequency": 0, "evaluate": True},
-        )
-    if config.best_metric is not None and not config.val_frequency:
-        yield Conflict(
-            f"--best-metric {config.best_metric}: expected with --val-frequency",
-            ("best_metric", "val_frequency"),
-            {"best_metric": None},
-        )
 
 
 def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
     own = is_reference(config.loss)
     supported = ("negatives",) if own else tuple(TRAINABLE[config.loss].duplicates)
-    if own and config.duplicates not in supported:
+    if config.duplicates not in supported:
+        why = (
+            "expected without it, as a loss of your own gets ids if it takes them"
+            if own
+            else f"the {config.loss} loss can take them for {' or '.join(supported)}"
+        )
         yield Conflict(
-            f"--duplicates {config.duplicates}: expected without it, as a loss of your own gets "
-            "ids if it takes them",
+            f"--duplicates {config.duplicates}: {why}",
             ("duplicates", "loss"),
             {"duplicates": "negatives"},
-        )
-    elif config.duplicates not in supported:
-        yield Conflict(
-            f"--duplicates {config.duplicates}: the {config.loss} loss can take them for "
-            + " or ".join(supported),
-            ("duplicates", "loss"),
-            {"duplicates": "negatives"},
-        )
-    for name, setting in settings_of(TrainConfig).items():
-        owners, value = losses_with(name), getattr(config, name)
-        if owners and config.loss not in owners and value != setting.default:
-            yield Conflict(
-                f"{with_value(name, value)}: {_taken_by(config.loss, owners)}",
-                (name, "loss"),
-                {name: setting.default},
-            )
-    if config.hard_negatives and not own and TRAINABLE[config.loss].negatives is None:
-        takers = [name for name, entry in TRAINABLE.items() if entry.negatives]
-        yield Conflict(
-            f"--hard-negatives {config.hard_negatives}: {_taken_by(config.loss, takers)}",
-            ("hard_negatives", "loss"),
-            {"hard_negatives": 0},
-        )
-    if config.hard_negatives and config.lock_text and not config.lock_text_unlocked_layers:
-        yield Conflict(
-            f"--hard-negatives {config.hard_negatives}: expected without --lock-text, as negatives "
-            "go through the tower that is trained",
-            ("hard_negatives", "lock_text"),
-            {"hard_negatives": 0, "lock_text": False},
         )
     smoothed = config.loss in losses_with("label_smoothing") and config.label_smoothing
     if smoothed and config.duplicates == "ignored":
@@ -238,26 +195,26 @@ def _of_loss(config: TrainConfig) -> Iterator[Conflict]:
         )
 
 
-def _taken_by(loss: str, takers: list[str]) -> str:
-    expected = " or ".join(with_value("loss", taker) for taker in takers)
-    return f"{with_value('loss', loss)} does not use it; expected {expected}"
-
-
-def _of_locks(config: TrainConfig) -> Iterator[Conflict]:
-    locks = {
-        "lock_image": "lock_image_unlocked_groups",
-        "lock_text": "lock_text_unlocked_layers",
-    }
-    needs = [*locks.items(), ("lock_image", "lock_image_freeze_bn_stats")]
-    for lock, name in needs:
-        value = getattr(config, name)
-        if value and not getattr(config, lock):
-            yield Conflict(
-                f"{with_value(name, value)}: expected with {option(lock)}",
-                (name, lock),
-                {name: type(value)(), lock: True},
-            )
-    if all(getattr(config, lock) and not getattr(config, left) for lock, left in locks.items()):
+def _of_towers(config: TrainConfig) -> Iterator[Conflict]:
+    image = config.lock_image and not config.lock_image_unlocked_groups
+    text = config.lock_text and not config.lock_text_unlocked_layers
+    if image and text:
         yield Conflict(
-            "--lock-image --lock-text: both towers locked leave nothing to train", tuple(locks)
+            "--lock-image --lock-text: both towers locked leave nothing to train",
+            ("lock_image", "lock_text"),
+        )
+    if config.hard_negatives and text:
+        yield Conflict(
+            f"--hard-negatives {config.hard_negatives}: expected without --lock-text, as negatives "
+            "go through the tower that is trained",
+            ("hard_negatives", "lock_text"),
+            {"hard_negatives": 0, "lock_text": False},
+        )
+    start, most = config.init_logit_scale, config.max_logit_scale
+    # A hundredth more is a rounded logarithm, such as 4.61 of 100.
+    if start is not None and not 0 <= start <= math.log(most) + 0.01:
+        yield Conflict(
+            f"--init-logit-scale {start}: expected a logarithm from 0 to {math.log(most):.3g}, as "
+            f"the first step would clamp the scale to 1 ... --max-logit-scale {most:g}",
+            ("init_logit_scale", "max_logit_scale"),
         )
