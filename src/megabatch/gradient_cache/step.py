@@ -97,7 +97,7 @@ class GradientCache:
                 it is not None.
             feature_dtype: dtype of cached per-sample outputs with at least two dimensions.
             gradients_on_host: whether gradients of features wait on the host for the second pass.
-                None: if otherwise, by measurement, a micro-batch's activations would not fit.
+                None: those of 64 MiB or more on a GPU.
             input_names: keywords of a call that are batches. A single model gets them by keyword
                 (`("input_ids", "pixel_values")`); several encoders get one each. Other keywords
                 are passed to the loss.
