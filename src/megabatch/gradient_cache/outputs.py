@@ -218,12 +218,6 @@ def allocated(devices: Iterable[torch.device]) -> int:
     return sum(torch.cuda.memory_allocated(device) for device in devices)
 
 
-def free(device: torch.device) -> int:
-    """Bytes that are still available for tensors on a GPU."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
-
-
 def to_host(tensor: Tensor) -> Tensor:
     """Copy a GPU's tensor to pinned host memory; only work in the GPU's stream may read it."""
     if not tensor.is_cuda:
