@@ -15,7 +15,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.concurrency import is_concurrent
+from tests.concurrency import uses_concurrency
 
 if TYPE_CHECKING:
     from tests.similarity.distributed.processes import Groups
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Func
         # The kernels' tests run on a GPU where there is one: `make test-gpu` takes them along.
         if torch.cuda.is_available() and "similarity/triton" in item.nodeid:
             item.add_marker(pytest.mark.gpu)
-        if is_concurrent(item):
+        if uses_concurrency(item.path):
             item.add_marker(pytest.mark.concurrency)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(skip)

@@ -232,33 +232,31 @@ COMMANDS = [
     *("export --help", "models --help", "tune --help", "bench loss --help", "data glyphs --help"),
     *("data icons --help", "data inspect --help", "data --help", "bench --help"),
 ]
+WIDTHS = (80, 100, 120)
 GUARD = """
-import sys
+import os, sys
 from megabatch.cli import main
-import os
-for words in sys.argv[1].split(","):
-    print("###", words, flush=True)
-    assert main(words.split()) == 0
-third_party = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
-print("###", *sorted(name for name in third_party if not name.startswith("_")))
+for columns in sys.argv[2].split(","):
+    os.environ["COLUMNS"] = columns
+    for words in sys.argv[1].split(","):
+        print("###", words, flush=True)
+        assert main(words.split()) == 0
+    third_party = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
+    print("###", *sorted(name for name in third_party if not name.startswith("_")))
+    print("@@@")
 """
 
 
 @pytest.fixture(scope="module")
 def helps() -> dict[int, str]:
-    """What all commands print after --help, by the width of the terminal; one process each."""
-    told = {}
-    for columns in (80, 100, 120):
-        environment = os.environ | {"COLUMNS": str(columns), "FORCE_COLOR": "1"}
-        ended = subprocess.run(
-            [sys.executable, "-c", GUARD, ",".join(COMMANDS)],
-            capture_output=True,
-            text=True,
-            env=environment,
-        )
-        assert ended.returncode == 0, ended.stderr
-        told[columns] = ended.stdout
-    return told
+    """What all commands print after --help, by the width of the terminal."""
+    words = [",".join(COMMANDS), ",".join(map(str, WIDTHS))]
+    environment = os.environ | {"FORCE_COLOR": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", GUARD, *words], capture_output=True, text=True, env=environment
+    )
+    assert ended.returncode == 0, ended.stderr
+    return dict(zip(WIDTHS, ended.stdout.split("@@@\n"), strict=False))
 
 
 def test_help_waits_for_no_library(helps: dict[int, str]) -> None:
@@ -267,14 +265,14 @@ def test_help_waits_for_no_library(helps: dict[int, str]) -> None:
     assert not {"torch", "numpy", "rich", "PIL"} & set(modules)
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_help_fits_the_terminal_and_is_plain_text(columns: int, helps: dict[int, str]) -> None:
     lines = helps[columns].splitlines()
     assert max(len(line) for line in lines if not line.startswith("###")) <= columns
     assert "\x1b" not in helps[columns]
 
 
-@pytest.mark.parametrize("columns", [80, 100, 120])
+@pytest.mark.parametrize("columns", WIDTHS)
 def test_help_breaks_no_word_and_no_line_early(columns: int, helps: dict[int, str]) -> None:
     wide = " ".join(helps[120].split())
     assert " ".join(helps[columns].split()) == wide  # broken between words alone

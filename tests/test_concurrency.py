@@ -2,87 +2,32 @@
 
 from __future__ import annotations
 
-import subprocess
-import threading
-import time
-from collections.abc import Callable
-from time import monotonic
-from typing import Any
+from pathlib import Path
 
 import pytest
 
-from tests import programs
-from tests.concurrency import uses_concurrency
-from tests.training.test_run_signals import killable
-
-
-class Waits:
-    def wait(self) -> None:
-        time.sleep(0)
-
-
-def calls_a_class() -> Waits:
-    return Waits()
-
-
-def imports() -> None:
-    import gc
-
-    gc.collect()
-
-
-def starts_in_a_function_inside() -> Callable[[], Any]:
-    return lambda: threading.Thread(target=imports)
-
-
-def has_workers(loader: Callable[..., None]) -> None:
-    loader(batch_size=4, workers=2)
-
-
-def takes_the_time() -> float:
-    return monotonic()
-
-
-def runs_programs() -> None:
-    subprocess.run(["true"], check=True)
-    programs.run(["-c", "pass"])
-
-
-def starts_a_program() -> programs.Program:
-    return programs.Program(["-c", "pass"])
-
-
-def calls_itself() -> None:
-    calls_itself()
+from tests.concurrency import ROOT, uses_concurrency
 
 
 @pytest.mark.parametrize(
-    ("function", "expected"),
+    ("source", "expected"),
     [
-        (calls_a_class, True),
-        (imports, True),
-        (starts_in_a_function_inside, True),
-        (has_workers, True),
-        (takes_the_time, True),
-        (starts_a_program, True),
-        (killable, False),
-        (runs_programs, False),
-        (calls_itself, False),
+        ("import time\n", True),
+        ("from time import monotonic\n", True),
+        ("def f():\n    import gc\n", True),
+        ("loader(batch_size=4, workers=2)\n", True),
+        ("Program(['-c', 'pass'])\n", True),
+        ("from tests.training.runs import started\n", True),  # which starts programs
+        ("from tests.similarity.distributed.processes import on_processes\n", False),
+        ("import timeit\nx = 'time'\n", False),
     ],
 )
-def test_functions_are_known_by_what_they_use(function: Callable[..., Any], expected: bool) -> None:
-    assert uses_concurrency(function) is expected
+def test_files_are_known_by_what_they_use(source: str, expected: bool, tmp_path: Path) -> None:
+    path = tmp_path / "test_something.py"
+    path.write_text(source)
+    assert uses_concurrency(path) is expected
 
 
-@pytest.fixture
-def clock() -> float:
-    return time.monotonic()
-
-
-def test_a_fixture_counts(clock: float, request: pytest.FixtureRequest) -> None:
-    assert clock > 0
-    assert request.node.get_closest_marker("concurrency") is not None
-
-
-def test_others_carry_no_marker(request: pytest.FixtureRequest) -> None:
-    assert request.node.get_closest_marker("concurrency") is None
+def test_the_marker_follows(request: pytest.FixtureRequest) -> None:
+    assert request.node.get_closest_marker("concurrency") is not None  # by the words above
+    assert not uses_concurrency(ROOT / "tests/test_errors.py")

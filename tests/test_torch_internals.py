@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,17 +37,6 @@ def group_of_one(backend: str = "gloo") -> Iterator[dist.ProcessGroup]:
         yield dist.group.WORLD
     finally:
         dist.destroy_process_group()
-
-
-def transforms() -> None:
-    seen = []
-    torch.func.vmap(lambda x: seen.append(torch_internals.transforms_active()) or x)(torch.ones(2))
-    assert [*seen, torch_internals.transforms_active()] == [True, False]
-
-
-def resolved() -> None:
-    with group_of_one() as group:
-        assert torch_internals.resolve_group(group.group_name) is group
 
 
 def store() -> None:
@@ -149,12 +136,6 @@ def compiled_in_place() -> None:
     assert module(torch.ones(2)) == "called"
 
 
-def compiled_as_a_whole() -> None:
-    module = torch.nn.Linear(2, 2)
-    assert torch_internals.is_compiled(torch.compile(module, backend="eager"))
-    assert not torch_internals.is_compiled(module)
-
-
 def compiled_inside() -> None:
     module = torch.nn.Linear(2, 2)
     before = module(torch.ones(2))
@@ -199,117 +180,6 @@ def compile_errors() -> None:
     assert not torch_internals.is_compile_error(RuntimeError("compile"))
 
 
-def hooks() -> None:
-    module = torch.nn.Linear(2, 2)
-    assert torch_internals.forward_hooks(module) == []
-    first, second = (lambda *a: None), (lambda *a: None)
-    module.register_forward_hook(second)
-    module.register_forward_pre_hook(first)
-    assert torch_internals.forward_hooks(module) == [first, second]
-
-
-def version() -> None:
-    tensor = torch.ones(2)
-    before = torch_internals.version_of(tensor)
-    tensor[:1].add_(1)
-    assert torch_internals.version_of(tensor) > before
-
-
-def fsdp() -> None:
-    with group_of_one():
-        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-        whole = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        (group,) = torch_internals.fsdp_groups(whole)
-        assert (group.reduce_grads, group.all_reduce_grads) == (True, True)
-        whole.set_requires_gradient_sync(False, recurse=False)
-        assert group.reduce_grads is False
-        assert torch_internals.fsdp_groups(fully_shard(torch.nn.ReLU())) == []
-
-
-def delayed() -> None:
-    with group_of_one():
-        module = torch.nn.Linear(2, 2)
-        assert not torch_internals.delays_all_reduce(DistributedDataParallel(module))
-        wrapped = DistributedDataParallel(
-            module,
-            delay_all_reduce_named_params=[("weight", module.weight)],
-            param_to_hook_all_reduce=module.bias,
-        )
-        assert torch_internals.delays_all_reduce(wrapped)
-
-
-def around() -> None:
-    seen = []
-
-    class Inside(torch.nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(torch_internals.ddp_around())
-            return super().forward(x)
-
-    with group_of_one():
-        wrapped = DistributedDataParallel(Inside(2, 2))
-        wrapped(torch.ones(1, 2))
-    assert seen == [wrapped]
-    assert torch_internals.ddp_around() is None
-
-
-def retained() -> None:
-    seen = []
-    x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda g: seen.append(torch_internals.graph_is_retained()))
-    total = (x * x).sum()
-    total.backward(retain_graph=True)
-    total.backward()
-    assert seen == [True, False]
-
-
-def executed() -> None:
-    seen = []
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
-    total = (x * y).sum()
-    nodes = [node for node, _ in total.grad_fn.next_functions[0][0].next_functions]
-    total.register_hook(lambda g: seen.extend(torch_internals.will_execute(node) for node in nodes))
-    total.backward(inputs=[x])
-    assert seen == [True, False]
-
-
-def tensor_hooks() -> None:
-    calls = []
-    x = torch.ones(2, requires_grad=True)
-    assert not torch_internals.tensor_hooks(x)
-    handle = x.register_hook(lambda g: calls.append("hook"))
-    hooks = torch_internals.tensor_hooks(x)
-    assert hooks is not None
-    assert list(hooks) == [handle.id]
-    hooks.clear()  # autograd holds this very dictionary
-    x.sum().backward()
-    assert calls == []
-
-
-def accumulation_hooks() -> None:
-    calls = []
-    x = torch.ones(2, requires_grad=True)
-    assert not torch_internals.accumulation_hooks(x)
-    handle = x.register_post_accumulate_grad_hook(lambda p: calls.append("hook"))
-    hooks = torch_internals.accumulation_hooks(x)
-    assert hooks is not None
-    hooks[handle.id] = lambda p: calls.append("other")  # autograd holds this very dictionary
-    x.sum().backward()
-    assert calls == ["other"]
-
-
-def parametrizations() -> None:
-    layer = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(2, 2))
-    with torch.nn.utils.parametrize.cached():
-        with torch.no_grad():
-            cached = layer.weight
-        assert layer.weight is cached
-        with torch_internals.parametrizations_not_cached():
-            assert layer.weight.requires_grad
-        assert layer.weight is cached
-    assert layer.weight.requires_grad
-
-
 def constants() -> None:
     def marked() -> None: ...
 
@@ -322,31 +192,14 @@ def constants() -> None:
 
 #: The private names in `torch_internals`, as they are written there.
 CHECKS: dict[str, Callable[[], None]] = {
-    "_are_functorch_transforms_active": transforms,
     "_dynamo.config": compiler,
     "_dynamo.exc:TorchDynamoException": compile_errors,
-    "_resolve_process_group": resolved,
     "_get_process_group_store": store,
     "_get_backend": backend,
     "_timeout": backend,
-    "_cache_enabled": parametrizations,
-    "_cache": parametrizations,
     "_compiled_call_impl": compiled_in_place,
     "_call_impl": compiled_inside,
-    "_orig_mod": compiled_as_a_whole,
-    "_forward_pre_hooks": hooks,
-    "_forward_hooks": hooks,
-    "_get_fsdp_state": fsdp,
-    "_fsdp_param_group": fsdp,
-    "_fsdp_param_groups": fsdp,
-    "_get_active_ddp_module": around,
-    "_delay_all_reduce_params": delayed,
-    "_version": version,
-    "_backward_hooks": tensor_hooks,
-    "_post_accumulate_grad_hooks": accumulation_hooks,
     "_cdata": storages,
-    "_autograd._get_current_graph_task_keep_graph": retained,
-    "_will_engine_execute_node": executed,
     "_python_dispatch:TorchDispatchMode": dispatch,
     "_subclasses.fake_tensor:FakeTensorMode": fake,
     "_pytree:tree_flatten": containers,
@@ -356,6 +209,39 @@ CHECKS: dict[str, Callable[[], None]] = {
     "_scaled_dot_product_flash_attention": attention,
     "_scaled_dot_product_cudnn_attention": attention,
     "_dynamo_marked_constant": constants,
+}
+#: Those that a test of behaviour needs.
+BY_BEHAVIOUR = {
+    "_are_functorch_transforms_active": "losses/test_everywhere.py::test_vmap_and_its_gradients",
+    "_resolve_process_group": "test_ranks.py::test_rows_of_all_ranks",
+    "_orig_mod": "gradient_cache/test_frozen.py::test_a_compiled_frozen_part_is_not_compiled_again",
+    **dict.fromkeys(
+        ("_cache_enabled", "_cache"),
+        "gradient_cache/test_state.py::"
+        "test_parametrized_weights_that_are_cached_get_their_gradients",
+    ),
+    **dict.fromkeys(
+        ("_forward_pre_hooks", "_forward_hooks"),
+        "gradient_cache/test_frozen.py::"
+        "test_a_part_that_has_a_hook_or_sets_attributes_is_run_again",
+    ),
+    **dict.fromkeys(
+        ("_get_fsdp_state", "_fsdp_param_group", "_fsdp_param_groups"),
+        "gradient_cache/test_wrappers.py::"
+        "test_the_users_synchronisation_settings_hold_and_are_restored",
+    ),
+    "_get_active_ddp_module": "gradient_cache/test_wrappers.py::"
+    "test_ddp_around_a_step_with_leaves_that_are_no_parameters",
+    "_delay_all_reduce_params": "gradient_cache/test_wrappers.py::"
+    "test_ddp_that_cannot_hold_back_reductions_is_refused",
+    "_version": "gradient_cache/test_refusals.py::test_a_parameter_or_a_batch_changed_in_place",
+    "_backward_hooks": "gradient_cache/test_backward.py::test_hooks_are_called_once_per_step",
+    "_post_accumulate_grad_hooks": "gradient_cache/test_refusals.py::"
+    "test_hooks_that_change_no_weight",
+    "_autograd._get_current_graph_task_keep_graph": "gradient_cache/test_refusals.py::"
+    "test_one_backward_pass_without_retain_graph_and_create_graph",
+    "_will_engine_execute_node": "gradient_cache/test_backward.py::"
+    "test_torch_autograd_grad_and_inputs",
 }
 
 
@@ -372,7 +258,9 @@ def test_every_private_name_is_checked() -> None:
     source = inspect.getsource(torch_internals).replace("torch._C:", "torch:")
     written = re.findall(r'(?<=["._:])_[a-z]+[\w.:]*(?=")|(?<=\w\.)_[a-z]\w*', source)
     modules = {"_dynamo", "_python_dispatch"}
-    assert {*written} - modules == {*CHECKS}
+    assert {*written} - modules == {*CHECKS} | {*BY_BEHAVIOUR}
+    for file, _, test in (place.partition("::") for place in BY_BEHAVIOUR.values()):
+        assert f"\ndef {test}(" in (Path(__file__).parent / file).read_text()
 
 
 @pytest.mark.parametrize("path", ["torch.cuda:_gone", "torch._gone:name"])

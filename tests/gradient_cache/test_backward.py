@@ -193,10 +193,11 @@ def test_gradients_that_are_shared_expanded_sparse_or_none(size, sparse):
 
 @both_sizes
 def test_a_reentrant_checkpoint(size):
-    """Each micro-batch adds to `.grad` directly."""
+    """Each micro-batch adds to `.grad` directly, from graphs that were kept as well."""
     model, batches = Checkpointed(), pairs()
-    step = GradientCache((model, model), clip_loss, size)
-    assert_same(lambda: step(*batches), lambda: clip_loss(*map(model, batches)), model)
+    for kept in (0, 1):
+        step = GradientCache((model, model), clip_loss, size, kept_micro_batches=kept)
+        assert_same(lambda s=step: s(*batches), lambda: clip_loss(*map(model, batches)), model)
     if size == 100:  # the graph is recorded before the backward pass
         before = [gradient.clone() for gradient in gradients(model)]
         with pytest.raises(RuntimeError, match=r"grad and inputs= .*encoder 0.*reentrant"):

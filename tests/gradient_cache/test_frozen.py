@@ -251,20 +251,6 @@ def test_another_thread_runs_the_part_itself():
         torch.testing.assert_close(output, model.head.bias.expand(5, DIMS))
 
 
-def test_a_fast_path_that_calls_no_layer():
-    """PyTorch's transformer layers call their children in training or with a graph only."""
-    layer = nn.TransformerEncoderLayer(WIDTH + 3, 2, 8, 0.0, batch_first=True)
-    layer.requires_grad_(False).eval()
-
-    def use(model, x, y):
-        padded = torch.nn.functional.pad(x, (0, 3))
-        return model.head(padded[:, None])[:, 0, :DIMS], model.tower(y)
-
-    model = Model(use, layer)
-    layer.linear1.requires_grad_()
-    assert_cached_as_plain(model)
-
-
 def test_a_module_with_two_parents_and_inputs_that_require_gradients():
     model, batches = TwoTowers(), nn.ParameterList(pairs())
     model.alias = model.image.requires_grad_(False)  # it passes a gradient on

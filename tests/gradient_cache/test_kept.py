@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
@@ -132,16 +131,6 @@ def test_an_exception_frees_the_graphs_though_its_traceback_lives(graphs, where)
     assert caught.value.__traceback__ is not None
     assert graphs() == 0
     assert gradients(*towers) == [None] * len(gradients(*towers))
-
-
-def test_a_reentrant_checkpoint():
-    tower, batches = Tower(), pairs()
-
-    def encode(x):
-        return checkpoint(tower, x.clone().requires_grad_(), use_reentrant=True)
-
-    step = GradientCache((encode, encode), clip_loss, 3, kept_micro_batches=1)
-    assert_same(lambda: step(*batches), lambda: clip_loss(*map(encode, batches)), tower)
 
 
 def counting(model):

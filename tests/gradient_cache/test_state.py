@@ -228,21 +228,6 @@ def test_rows_that_are_no_data_leave_no_trace(world: World) -> None:
         torch.testing.assert_close(tower.layer.mean, plain.mean, rtol=1e-12, atol=0)
 
 
-def test_random_states_with_another_models_dropout_between():
-    towers, other = nn.ModuleList([Tower(dropout=0.5), Tower(dropout=0.5)]), Tower(dropout=0.9)
-    batches, step = pairs(), GradientCache(towers, clip_loss, 3)
-
-    def followed(loss):
-        other(batches[0])
-        return loss
-
-    assert_same(
-        lambda: followed(step(*batches)),
-        lambda: followed(one_graph(towers, batches, clip_loss, 3)),
-        towers,
-    )
-
-
 class SettingsRecorder(nn.Module):
     """Records the settings that an encoder may depend on, at each forward pass."""
 

@@ -69,20 +69,6 @@ def test_one_encoder_for_both_batches_and_gradients_of_inputs(kept, device):
     assert_same(lambda: step(*batches), lambda: clip_loss(*map(tower, batches)), tower, batches)
 
 
-def test_three_encoders_and_loss_keywords():
-    encoders, weight = [Tower() for _ in range(3)], torch.rand(BATCH)
-    batches = [torch.randn(BATCH, WIDTH) for _ in encoders]
-
-    def loss(x, y, z, *, weight):
-        return (weight * (x * y).sum(1)).sum() + clip_loss(y, z)
-
-    def plain():
-        return loss(*(e(b) for e, b in zip(encoders, batches, strict=True)), weight=weight)
-
-    step = GradientCache(encoders, loss, 2)
-    assert_same(lambda: step(*batches, weight=weight), plain, *encoders)
-
-
 def test_inputs_of_a_frozen_encoder_get_their_gradients():
     tower, frozen, batches = Tower(), Tower().requires_grad_(False), nn.ParameterList(pairs())
     step = GradientCache((tower, frozen), clip_loss, 3)

@@ -120,28 +120,28 @@ class CountReduceScatter(TorchDispatchMode):
 def test_two_processes_give_the_gradients_of_one(world: World) -> None:
     for name, (wrap, plain, reductions) in SETUPS.items():
         scale = {} if plain is nn.Module.__call__ else {"logit_scale": 3.0}
-        for sizes in ((3, 6), (0, 5)):
-            for size, kept in KEPT:
-                mine, whole = batches_of(world.rank, sizes)
-                model, truth, counts = new_model(), new_model(), []
-                truth.image.requires_grad_("locked" not in name)
-                expected = ClipLoss(group="local")(*plain(truth, *whole), **scale)
-                (2 * expected).backward()
-                encoders = wrap(model, counts)
-                step = GradientCache(encoders, clip_loss, size, kept_micro_batches=kept)
-                with torch.no_grad():
-                    evaluated = step(*mine, **scale, sizes=sizes)
-                with CountReduceScatter() as scattered:
-                    for _ in range(2):  # DDP rebuilds its buckets after the first
-                        loss = step(*mine, **scale, sizes=sizes)
-                        loss.backward()
-                value = loss.detach()
-                torch.testing.assert_close(evaluated, value)
-                dist.all_reduce(value)
-                case = f"{name}, shards {sizes}, micro-batches of {size}, {kept} of them kept"
-                assert abs(value / world.size - expected) < 1e-9, case
-                assert_same(model, gradients(truth), case)
-                assert reductions == (len(counts) + scattered.count) / 2, case
+        cases = [*zip(((3, 6), (0, 5), (3, 6)), KEPT, strict=True)]
+        for sizes, (size, kept) in cases if name in ("one DDP", "FSDP") else cases[1:]:
+            mine, whole = batches_of(world.rank, sizes)
+            model, truth, counts = new_model(), new_model(), []
+            truth.image.requires_grad_("locked" not in name)
+            expected = ClipLoss(group="local")(*plain(truth, *whole), **scale)
+            (2 * expected).backward()
+            encoders = wrap(model, counts)
+            step = GradientCache(encoders, clip_loss, size, kept_micro_batches=kept)
+            with torch.no_grad():
+                evaluated = step(*mine, **scale, sizes=sizes)
+            with CountReduceScatter() as scattered:
+                for _ in range(2):  # DDP rebuilds its buckets after the first
+                    loss = step(*mine, **scale, sizes=sizes)
+                    loss.backward()
+            value = loss.detach()
+            torch.testing.assert_close(evaluated, value)
+            dist.all_reduce(value)
+            case = f"{name}, shards {sizes}, micro-batches of {size}, {kept} of them kept"
+            assert abs(value / world.size - expected) < 1e-9, case
+            assert_same(model, gradients(truth), case)
+            assert reductions == (len(counts) + scattered.count) / 2, case
 
 
 @pytest.fixture
@@ -178,11 +178,10 @@ def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
 
 @on_processes(2)
 def test_ddp_around_the_whole_step_reduces_once_per_update(world: World) -> None:
-    for sizes, (size, kept), options in itertools.product(
-        SHARDS,
-        KEPT,
-        ({}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}),
-    ):
+    cases = [*itertools.product(SHARDS, KEPT, ({},))]
+    for option in ("find_unused_parameters", "gradient_as_bucket_view"):
+        cases += [(SHARDS[1], KEPT[0], {option: True}), (SHARDS[2], KEPT[2], {option: True})]
+    for sizes, (size, kept), options in cases:
         parts = [batches_of(world.rank, sizes, seed) for seed in range(2)]
         expected_loss, expected = on_one_process([whole for _, whole in parts], [0.5, 0.5])
         wrapped = DistributedDataParallel(TrainingStep(new_model(), size, kept), **options)
@@ -233,7 +232,9 @@ def test_ddp_around_a_step_with_leaves_that_are_no_parameters(world: World) -> N
 def test_wrappers_inside_with_two_losses_added(world: World) -> None:
     # The graph of an only micro-batch is kept beside the other step's.
     pairs = [(case, case) for case in KEPT] + [((2, 1), (8, 1))]
-    for wrap, cases, sizes in itertools.product((under_ddp, under_fsdp), pairs, SHARDS):
+    for wrap, (cases, sizes) in itertools.product(
+        (under_ddp, under_fsdp), zip(pairs, (*SHARDS, SHARDS[2]), strict=True)
+    ):
         parts = [batches_of(world.rank, sizes, seed) for seed in range(2)]
         _, expected = on_one_process([whole for _, whole in parts], [1.0, 3.0])
         model = wrap(new_model())
@@ -297,7 +298,6 @@ def test_autograd_grad_is_refused_for_wrapped_encoders(world: World) -> None:
             assert all(parameter.grad is None for parameter in parameters)
             loss.backward()
             model.zero_grad()
-        step(*mine).backward()
 
 
 @on_processes(2)

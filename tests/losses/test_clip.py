@@ -17,7 +17,6 @@ from megabatch.similarity import backends, soft_targets
 from tests.losses.reference import assert_equal, clip_of_logits, leaves
 from tests.similarity.features import MAKERS
 
-IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 2**62 - 1])
 SCALES = (0.01, 14.3, 100.0, 200.0)
 
 makers = pytest.mark.parametrize("maker", MAKERS)
@@ -39,43 +38,26 @@ def test_equals_two_cross_entropies(maker: str, b: int) -> None:
         assert_equal(mb.ClipLoss(), lambda x, y, s: clip_of_logits(s * x @ y.T), x, y, scale)
 
 
-@makers
-@pytest.mark.parametrize(
-    ("ids", "duplicates", "smoothing"),
-    [
-        *((IDS, "positive", 0.0), (IDS, "positive", 0.1), (IDS, "ignored", 0.0)),
-        (None, "positive", 0.2),
-    ],
-)
-def test_shared_captions_smoothing_and_weights(
-    maker: str, ids: Any, duplicates: Any, smoothing: float
-) -> None:
-    loss = mb.ClipLoss(label_smoothing=smoothing, duplicates=duplicates)
-    for scale in SCALES[:3]:
-        x, y = MAKERS[maker](10, 10, 6)
-        for weights in (None, torch.rand(10, dtype=torch.float64)):
-            assert_equal(
-                lambda x, y, s, w=weights: loss(x, y, s, ids=ids, weights=w),
-                lambda x, y, s, w=weights: clip_of_logits(
-                    s * x @ y.T, ids, duplicates, smoothing, w
-                ),
-                *(x, y, scale),
-            )
-
-
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=100)
 @given(
-    ids=st.lists(st.integers(-2, 6), min_size=1, max_size=24),
-    scale=st.floats(0.01, 100),
-    mode=st.sampled_from(["positive", "ignored"]),
+    ids=st.lists(st.one_of(st.integers(-2, 6), st.just(2**62 - 1)), min_size=1, max_size=24),
+    scale=st.one_of(st.sampled_from(SCALES[:3]), st.floats(0.01, 100)),
+    mode=st.sampled_from([("positive", 0.0), ("positive", 0.1), ("ignored", 0.0), ("", 0.2)]),
+    weighted=st.booleans(),
     maker=st.sampled_from(sorted(MAKERS)),
 )
-def test_any_ids(ids: list[int], scale: float, mode: Any, maker: str) -> None:
-    b, pairs = len(ids), torch.tensor(ids)
+def test_shared_captions_smoothing_and_weights(
+    ids: list[int], scale: float, mode: tuple[Any, float], weighted: bool, maker: str
+) -> None:
+    """ "": without ids."""
+    (duplicates, smoothing), b = mode, len(ids)
     torch.manual_seed(b)
+    pairs = torch.tensor(ids) if duplicates else None
+    weights = 0.01 + torch.rand(b, dtype=torch.float64) if weighted else None
+    loss = mb.ClipLoss(label_smoothing=smoothing, duplicates=duplicates or "positive")
     assert_equal(
-        lambda x, y, s: mb.ClipLoss(duplicates=mode)(x, y, s, ids=pairs),
-        lambda x, y, s: clip_of_logits(s * x @ y.T, pairs, mode),
+        lambda x, y, s: loss(x, y, s, ids=pairs, weights=weights),
+        lambda x, y, s: clip_of_logits(s * x @ y.T, pairs, duplicates, smoothing, weights),
         *(*MAKERS[maker](b, b, 5), scale),
     )
 

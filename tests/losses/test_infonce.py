@@ -142,13 +142,6 @@ def test_any_combination(
     equals_its_formula(query, positive, used, 10.0, guide=guide, options=options, **inputs)
 
 
-def test_separate_directions_of_plain_pairs_are_clips_loss() -> None:
-    query, positive, *_ = features("learnt")
-    ours = mb.InfoNCELoss(0.1, reverse="separate")(query, positive, ids=IDS)
-    clip = mb.ClipLoss(duplicates="ignored")(query, positive, 10.0, ids=IDS)
-    torch.testing.assert_close(ours, clip, rtol=1e-12, atol=0)
-
-
 def test_learnable_temperature() -> None:
     query, positive, *_ = features("learnt")
     temperature = torch.nn.Parameter(torch.tensor([0.2], dtype=torch.float64))

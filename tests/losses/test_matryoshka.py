@@ -62,14 +62,6 @@ def test_over_several_modalities() -> None:
     torch.testing.assert_close(cut, plain, rtol=1e-12, atol=0)
 
 
-def test_named_losses_are_summed_by_name() -> None:
-    x, y = MAKERS["random"](6, 6, 8)
-    loss = mb.MatryoshkaLoss(mb.ClipLoss(), DIMS, (1, 2, 3))
-    named = loss(x, y, 10.0, output_dict=True)
-    assert set(named) == {"contrastive_loss"}
-    torch.testing.assert_close(named["contrastive_loss"], loss(x, y, 10.0), rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("by_name", [False, True])
 def test_a_teacher_stays_whole_and_tuples_are_summed(by_name: bool) -> None:
     x, y = MAKERS["random"](6, 6, 8)

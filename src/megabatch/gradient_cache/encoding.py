@@ -67,6 +67,7 @@ class Encoding:
         self.parameters = parameters_in(encoder)
         tensors = [*self.parameters.values(), *feed.tensors]
         self.inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        self._graph_inputs = [t for t in self.inputs if not t.is_leaf]  # of another graph
         self.devices = cuda_devices(tensors)
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
@@ -210,17 +211,13 @@ class Encoding:
             self.activations[i] = allocated(self.devices) - before
         return self.outputs.without_graph(outputs)
 
-    def _graph_inputs(self) -> list[Tensor]:
-        """Batches that are results of another graph."""
-        return [tensor for tensor in self.inputs if not tensor.is_leaf]
-
     def _leaves_of(self, outputs: list[Tensor]) -> tuple[dict[int, Tensor], bool]:
         """As `reached_from`; raise a RuntimeError if a parameter is not one of the inputs.
 
         A wrapper around it may be out of sight, too, and would reduce each micro-batch's gradient.
         FSDP replaces parameters while its modules run.
         """
-        leaves, reentrant = reached_from(outputs, self._graph_inputs())
+        leaves, reentrant = reached_from(outputs, self._graph_inputs)
         known = {id(tensor) for tensor in self.inputs}
         parameters = (leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter))
         hidden = [parameter for parameter in parameters if id(parameter) not in known]
@@ -254,7 +251,7 @@ class Encoding:
         leaves, reentrant = self._leaves_of(outputs)
         self.check_unchanged(*_BY_HOOK, batches=False)
         if not (self.direct or reentrant):
-            sums.add_from(outputs, upstream, [*leaves.values(), *self._graph_inputs()])
+            sums.add_from(outputs, upstream, [*leaves.values(), *self._graph_inputs])
             return
         if len(self.micro_batches) > 1 and not self.wrappers:
             check_ddp_around(self.name, self._ddp_around)

@@ -1,7 +1,4 @@
-"""An encoder's outputs: from its micro-batches to the loss, and their gradients back to them.
-
-Gradients wait on the GPU, or on the host if a step's memory, measured here, leaves no room.
-"""
+"""An encoder's outputs: from its micro-batches to the loss, and their gradients back to them."""
 
 from __future__ import annotations
 
@@ -10,16 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megabatch.gradient_cache.batches import Feed, Key, MicroBatch, filled
 
 Outputs: TypeAlias = "dict[Key, Tensor | None]"
 
-#: Bytes of gradients that always stay on the GPU.
-SMALL = 64 << 20
-#: Memory of a micro-batch's graph and its backward pass, relative to the graph alone, at most.
-BACKWARD = 2.0
+#: Bytes from which an output's gradient waits on the host, unless the caller decides.
+LARGE = 64 << 20
 
 
 class CachedOutputs:
@@ -174,10 +169,12 @@ class CachedOutputs:
             tensors = ((key, tensor) for key, tensor in cached.items() if tensor is not None)
             self.gradients = {key: torch.zeros_like(tensor) for key, tensor in tensors}
 
-    def move_gradients_to_host(self) -> None:
-        """Let the gradients of per-sample outputs wait on the host."""
+    def move_gradients_to_host(self, wanted: bool | None) -> None:
+        """Let the gradients of per-sample outputs wait on the host; None: the large ones."""
         for key in self.per_sample & self.gradients.keys():
-            self.gradients[key] = to_host(self.gradients[key])
+            gradient = self.gradients[key]
+            if wanted or (wanted is None and gradient.is_cuda and gradient.nbytes >= LARGE):
+                self.gradients[key] = to_host(gradient)
 
     def with_gradients(
         self, encoded: Outputs, micro_batch: MicroBatch, *, last: bool
@@ -215,37 +212,10 @@ class StepMemory:
     graphs: dict[str, list[int]] = field(default_factory=dict)
     peak_before_second_pass: int = 0
 
-    def fits(
-        self, gradients: Iterable[Tensor], modules: Iterable[nn.Module], *, graphs: bool
-    ) -> bool:
-        """Whether these gradients of features can stay on their GPU while the modules run again.
-
-        Not before the first second pass, whose memory is unknown. `graphs`: whether graphs of
-        micro-batches are in memory already.
-        """
-        held: dict[torch.device, int] = {}
-        for gradient in gradients:
-            held[gradient.device] = held.get(gradient.device, 0) + gradient.nbytes
-        large = [device for device, n in held.items() if device.type == "cuda" and n >= SMALL]
-        largest = max((size for sizes in self.graphs.values() for size in sizes), default=0)
-        if not large or not self.graphs:
-            return not large
-        parameters = {p for module in modules for p in module.parameters(recurse=False)}
-        # For a shard (DTensor), nbytes is that of the whole parameter, which FSDP needs.
-        missing = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-        need = (BACKWARD - graphs) * largest + missing
-        return all(free(device) >= need for device in large)
-
 
 def allocated(devices: Iterable[torch.device]) -> int:
     """Bytes that tensors take on these GPUs; 0 without any GPU."""
     return sum(torch.cuda.memory_allocated(device) for device in devices)
-
-
-def free(device: torch.device) -> int:
-    """Bytes that are still available for tensors on a GPU."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 def to_host(tensor: Tensor) -> Tensor:

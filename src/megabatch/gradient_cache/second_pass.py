@@ -185,19 +185,9 @@ class Step:
         del loss, features, wanted, gradients
         for encoding in self.encodings:
             encoding.outputs.take_gradients(found, zeros=encoding.prepared)
-        if any(encoding.encoded_twice for encoding in self.encodings) and self._wait_on_host():
+        if any(encoding.encoded_twice for encoding in self.encodings):
             for encoding in self.encodings:
-                encoding.outputs.move_gradients_to_host()
-
-    def _wait_on_host(self) -> bool:
-        """Whether gradients of features are to wait on the host for the second pass."""
-        if self._gradients_on_host is not None:
-            return self._gradients_on_host
-        outputs = [encoding.outputs for encoding in self.encodings]
-        gradients = (o.gradients[k] for o in outputs for k in o.per_sample & o.gradients.keys())
-        modules = (module for encoding in self.encodings for module in encoding.modules)
-        graphs = any(encoding.graphs for encoding in self.encodings)
-        return not self._memory.fits(gradients, modules, graphs=graphs)
+                encoding.outputs.move_gradients_to_host(self._gradients_on_host)
 
     def _encode_again(self, sums: GradientSums) -> None:
         self._memory.peak_before_second_pass = sum(

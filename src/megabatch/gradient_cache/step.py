@@ -50,18 +50,13 @@ class GradientCache:
         value.backward()                 # second pass: .grad is filled
         optimizer.step()
 
-    The value is a loss like any other: divide it for gradient accumulation, let a GradScaler scale
-    it, add another loss, clip gradients afterwards, or return it to a trainer. Under
-    `torch.no_grad()` a step only computes the loss.
-
-    In exact arithmetic the gradient is that of the undivided batch; with dropout, that of one graph
-    through the same micro-batches with the same random numbers. Batch normalisation uses each
-    micro-batch's own statistics, so it is **not exact**.
-
-    An output has a row per sample, or shape () or (1,) and one value in all micro-batches (a scale,
-    a bias). DistributedDataParallel and `fully_shard` belong inside the encoders or around the
-    whole training step: gradients are reduced once per step. The documentation's page on gradient
-    caching has the whole contract.
+    The value is a loss like any other: divide or scale it, add another loss, or return it to a
+    trainer. Under `torch.no_grad()` a step only computes the loss. In exact arithmetic the gradient
+    is that of the undivided batch; with dropout, that of one graph through the same micro-batches
+    with the same random numbers. Batch normalisation uses each micro-batch's own statistics, so it
+    is **not exact**. DistributedDataParallel and `fully_shard` belong inside the encoders or around
+    the whole training step: gradients are reduced once per step. The documentation's page on
+    gradient caching has the whole contract.
     """
 
     def __init__(
@@ -85,7 +80,8 @@ class GradientCache:
                 that takes all batches and returns a tensor, a tuple or a mapping of tensors. A
                 tuple reaches the loss by position, a dict by keyword, another mapping (Hugging
                 Face's ModelOutput) as one object of its class. A `None` keeps its position, but is
-                left out of a dict.
+                left out of a dict. A tensor has a row per sample, or shape () or (1,) and one value
+                in all micro-batches (a scale, a bias).
             loss: called as `loss(*outputs, **loss_kwargs)` or `loss(**outputs, **loss_kwargs)`;
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
@@ -97,7 +93,7 @@ class GradientCache:
                 it is not None.
             feature_dtype: dtype of cached per-sample outputs with at least two dimensions.
             gradients_on_host: whether gradients of features wait on the host for the second pass.
-                None: if otherwise, by measurement, a micro-batch's activations would not fit.
+                None: those of 64 MiB or more on a GPU.
             input_names: keywords of a call that are batches. A single model gets them by keyword
                 (`("input_ids", "pixel_values")`); several encoders get one each. Other keywords
                 are passed to the loss.

@@ -11,7 +11,7 @@ import torch
 from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.errors import OutOfMemory, plural
 from megabatch.gradient_cache.checks import OutOfMemoryOnAllRanks
-from megabatch.gradient_cache.outputs import StepMemory, free
+from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.machine import FRAGMENTATION
 from megabatch.training.parallel import Layout
@@ -132,7 +132,7 @@ class KeptActivations:
 
 def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that tensors can have in total on a GPU, and the allocator's peak."""
-    usable = free(device) + torch.cuda.memory_allocated(device)
+    usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return int(usable * (1 - FRAGMENTATION)), torch.cuda.max_memory_allocated(device)
 
 
