@@ -1,12 +1,8 @@
-"""Batches put together from chunks, ahead of their use, in memory that is used again."""
+"""Batches put together from chunks, in memory that is used again."""
 
 from __future__ import annotations
 
 import gc
-import itertools
-import threading
-import weakref
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -14,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabatch.data.collect import Collected, Memory, ahead, fill, group, pin
+from megabatch.data.collect import Memory, collected, pin
 from megabatch.data.fetch import Chunk, Fetcher, Request
 
 from .samples import Numbers, to_pixels, to_tokens
@@ -27,7 +23,7 @@ def chunks(sizes: list[int], bad: set[int], late: bool = False) -> list[Chunk]:
     fetcher = Fetcher(Numbers(N, sorted(bad)), to_pixels, to_tokens, seed=0)
     found, start = [], 0
     for size in sizes:
-        chunk = fetcher[Request(0, start, np.arange(start, start + size))]
+        chunk = fetcher(Request(0, np.arange(start, start + size)))
         if late and chunk.images is not None:
             chunk.images = [int(image[0, 0, 0]) for image in chunk.images]
         found.append(chunk)
@@ -35,115 +31,38 @@ def chunks(sizes: list[int], bad: set[int], late: bool = False) -> list[Chunk]:
     return found
 
 
-def numbers(batch: Collected, late: bool = False) -> list[int]:
-    """The samples in a batch, whose parts agree on them."""
-    rows = batch.rows
-    found = rows.indices.tolist()
-    assert len(rows) == len(rows.ids) == len(found)
-    assert rows.positions.tolist() == found
-    if not found:
-        assert rows.images is None
-        return []
-    assert rows.images is not None
-    assert rows.texts is not None
-    pixels = list(rows.images) if late else rows.images[:, 0, 0, 0].tolist()
-    assert pixels == rows.texts[:, 0].tolist() == found
-    return found
-
-
-sizes_of_chunks = st.lists(st.integers(1, 8), min_size=1, max_size=8).filter(lambda s: sum(s) <= N)
-bad_samples = st.sets(st.integers(0, N - 1), max_size=20)
-
-
-@given(sizes=sizes_of_chunks, bad=bad_samples, size=st.integers(1, 12), late=st.booleans())
+@given(
+    cuts=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    rest=st.integers(0, 3),
+    bad=st.sets(st.integers(0, N - 1), max_size=20),
+    late=st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
-def test_batches_of_good_samples(sizes, bad, size, late):
-    batches = list(fill(chunks(sizes, bad, late), size, Memory()))
-    found = [numbers(batch, late) for batch in batches]
-    assert [len(rows) for rows in found[:-1]] == [size] * (len(found) - 1)
-    assert len(found[-1]) < size
-    assert list(itertools.chain(*found)) == [i for i in range(sum(sizes)) if i not in bad]
-    assert [place for batch in batches for place, *_ in batch.bad] == sorted(
-        i for i in bad if i < sum(sizes)
-    )
-
-
-@given(cuts=st.lists(st.integers(1, 4), min_size=1, max_size=4), bad=bad_samples)
-@settings(max_examples=50, deadline=None)
-def test_batches_without_their_bad_samples(cuts, bad):
+def test_batches_without_their_bad_samples(cuts, rest, bad, late):
     size = sum(cuts)
-    batches = list(group(chunks(cuts * 2, bad), size, Memory()))
+    rest = min(rest, size - 1)
+    sizes = [*cuts, *cuts, *([rest] if rest else [])]
+    batches = list(collected(chunks(sizes, bad, late), size, Memory()))
+    assert len(batches) == 2 + (rest > 0)
     for number, batch in enumerate(batches):
-        everything = range(number * size, (number + 1) * size)
-        assert numbers(batch) == [i for i in everything if i not in bad]
-        assert [place for place, *_ in batch.bad] == [i for i in everything if i in bad]
-    assert len(batches) == 2
+        everything = range(number * size, min((number + 1) * size, sum(sizes)))
+        good = [i for i in everything if i not in bad]
+        assert batch.indices.tolist() == good
+        assert len(batch.ids) == len(good)
+        assert [index for index, *_ in batch.bad] == [i for i in everything if i in bad]
+        if not good:
+            assert batch.images is None
+            continue
+        pixels = list(batch.images) if late else batch.images[:, 0, 0, 0].tolist()
+        assert pixels == batch.texts[:, 0].tolist() == good
 
 
 def test_a_chunk_that_is_a_batch_is_not_copied() -> None:
     (chunk,) = chunks([4], set())
-    first, rest = fill([chunk], 4, Memory())
-    assert first.rows.images is not None
+    (batch,) = collected([chunk], 4, Memory())
+    assert batch.images is not None
     assert chunk.images is not None
-    assert first.rows.images.data_ptr() == chunk.images.data_ptr()
-    assert len(rest.rows) == 0
-
-
-def test_the_next_batch_is_made_while_one_is_used() -> None:
-    made = [threading.Event() for _ in range(3)]
-
-    def batches() -> Iterator[Collected]:
-        for event, chunk in zip(made, chunks([1, 1, 1], set()), strict=True):
-            event.set()
-            yield Collected(chunk, [])
-
-    coming = ahead(batches(), threading.Event())
-    for number in range(3):
-        assert numbers(next(coming)) == [number]
-        if number < 2:
-            assert made[number + 1].wait(60)
-    with pytest.raises(StopIteration):
-        next(coming)
-
-
-def test_an_error_comes_in_its_place_and_keeps_nothing_alive() -> None:
-    class Processes:
-        pass
-
-    def batches() -> Iterator[Collected]:
-        nonlocal held
-        processes = Processes()
-        held = weakref.ref(processes)
-        yield Collected(chunks([1], set())[0], [])
-        raise OSError("unreadable")
-
-    held: weakref.ref[Processes]
-
-    gc.collect()
-    gc.disable()
-    try:
-        coming = ahead(batches(), threading.Event())
-        assert numbers(next(coming)) == [0]
-        with pytest.raises(OSError, match="unreadable"):
-            next(coming)
-        del coming
-        assert held() is None  # freed without the garbage collector
-    finally:
-        gc.enable()
-
-
-def test_closing_tells_the_maker_to_stop() -> None:
-    stop = threading.Event()
-
-    def batches() -> Iterator[Collected]:
-        yield Collected(chunks([1], set())[0], [])
-        assert stop.wait(60)
-
-    coming = ahead(batches(), stop)
-    next(coming)
-    coming.close()
-    assert stop.is_set()
-    assert "megabatch-batches_0" not in [thread.name for thread in threading.enumerate()]
+    assert batch.images.data_ptr() == chunk.images.data_ptr()
 
 
 def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:

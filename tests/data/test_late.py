@@ -76,7 +76,7 @@ def test_both_passes_give_what_early_decoding_gives(tmp_path: Path, workers: int
             assert torch.equal(parts(two, 3), one.images)
             assert not two.images.bad
     assert torch.equal(torch.get_rng_state(), before)
-    # Files that are not images are found when they are read, and others fill up the batch.
+    # Files that are not images are found when they are read, and their batch lacks them.
     assert late.skipped == early.skipped == {"undecodable image": 1}
     assert late.state_dict() == early.state_dict()
 
@@ -96,9 +96,9 @@ def test_a_batch_asked_for_whole_is_not_decoded_for_a_second_pass(
     starts: list[int] = []
     begin = Decoder.start
 
-    def start(self: Decoder, images: Any, first: int) -> Any:
+    def start(self: Decoder, images: Any, first: int) -> None:
         starts.append(first)
-        return begin(self, images, first)
+        begin(self, images, first)
 
     monkeypatch.setattr(Decoder, "start", start)
     batch = next(iter(loader(shard(tmp_path), late=4)))
@@ -190,7 +190,7 @@ def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
     late = loader(shard(tmp_path), late=4)
     images = next(iter(late)).images
     assert len(images[0:4])
-    for process in late._decoder._loader._iterator._workers:
+    for process in late._decoder._processes.loader._iterator._workers:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
     with pytest.raises(DecodingStopped, match="decoding: "):
@@ -211,8 +211,7 @@ def test_another_thread_may_ask(tmp_path: Path) -> None:
 
 def test_undecoded_pairs(tmp_path: Path) -> None:
     dataset = shard(tmp_path)
-    with undecoded():
-        image = dataset[7].image
+    image = undecoded(dataset)(7).image
     assert isinstance(image, EncodedImage)
     assert image.data == bmp(7)
     assert image.decode().tobytes() == dataset[7].image.tobytes()

@@ -198,7 +198,6 @@ def test_many_at_once_give_what_one_by_one_gives(kind: type[Arrays]):
     sources, factors = [kind(30), kind(10), kind(20)], [1, 2, 0.5]
     fast = mix(sources, ["a", "b", "c"], factors)
     assert isinstance(fast, ArrayDataset)
-    assert hasattr(fast, "ids") == (kind is Identified)
     slow = MixedPairs(sources, ["a", "b", "c"], factors)
     batches = [list(loader(pairs, transform=Brighter())) for pairs in (fast, slow)]
     for one, other in zip(*batches, strict=True):
@@ -209,5 +208,5 @@ def test_many_at_once_give_what_one_by_one_gives(kind: type[Arrays]):
 def test_where_not_all_can_give_many_at_once():
     large = Arrays(3)
     large.arrays = lambda indices: np.zeros((len(indices), 1, 4, 4), np.uint8)  # type: ignore[method-assign]
-    for other in (Numbers(3), large, Identified(3)):
+    for other in (Numbers(3), large):
         assert not isinstance(mix([Arrays(3), other], ["a", "b"]), ArrayDataset)

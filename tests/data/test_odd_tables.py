@@ -176,9 +176,9 @@ REFUSED = {
     ),
     "a space": (b"filepath, title\n0.png,a\n", "its columns are 'filepath', ' title'"),
     "twice": (b"filepath,title,title\n0.png,a,b\n", r"a\.csv has more than one column 'title'"),
-    "UTF-16": ("filepath,title\n0.png,a\n".encode("utf-16"), "it is in UTF-16; expected a text"),
-    "Excel": (b"PK\x03\x04...", "it is a zip file, as Excel's are; expected a text table"),
-    "Parquet": (b"PAR1...", "it is a Parquet file; expected a text table"),
+    "UTF-16": ("filepath,title\n0.png,a\n".encode("utf-16"), "expected a text table in UTF-8"),
+    "Excel": (b"PK\x03\x04...", "expected a text table in UTF-8"),
+    "compressed": (b"\x1f\x8b\x08...", "expected a text table in UTF-8"),
     "another machine": (b"filepath,title\n/elsewhere/0.png,a\n", r"tried /elsewhere/0\.png$"),
     "URLs": (b"filepath,title\nhttps://a/0.png,a\n", "'https://a/0.png' .* a URL, and nothing is"),
 }  # fmt: skip

@@ -125,9 +125,9 @@ def test_damaged_jpeg_files_are_what_pillow_makes_of_them(
         expected = AsBytes()(file.decode())
     except BadSample:
         with pytest.raises(BadSample, match="undecodable image: k"):
-            transformed(file, AsBytes())
+            transformed(AsBytes(), file)
     else:
-        assert torch.equal(transformed(file, AsBytes()), expected)
+        assert torch.equal(transformed(AsBytes(), file), expected)
 
 
 @pytest.mark.parametrize(
@@ -149,8 +149,8 @@ def test_only_transforms_that_take_arrays_are_given_them() -> None:
 
     takes_arrays = AsBytes()
     takes_arrays.pixels = note  # type: ignore[method-assign]
-    transformed(file, note)
-    transformed(file.decode(), takes_arrays)
-    transformed(file, takes_arrays)
+    transformed(note, file)
+    transformed(takes_arrays, file.decode())
+    transformed(takes_arrays, file)
     assert [issubclass(kind, Image.Image) for kind in seen] == [True, False]
     assert seen[1] is np.ndarray

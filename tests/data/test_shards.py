@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from megabatch.data import shards
 from megabatch.data.fetch import Fetcher, Request
 from megabatch.data.pairs import BadSample, caption_id
-from megabatch.data.shards import ShardPairs
+from megabatch.data.shards import ABSENT, ShardPairs, TarSamples, _read_index, tar_index
+from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
+from megabatch.evaluation.captions import open_captioned
+from megabatch.evaluation.samples import open_labelled
 
 from .samples import png, sample, write_tar
 
@@ -72,9 +79,9 @@ def test_ids_that_json_says_stand_in_place_of_the_captions(tmp_path: Path):
     for i in range(4, 9):
         with pytest.raises(BadSample, match="caption_id is not a whole number from 0"):
             pairs[i]
-    chunk = Fetcher(pairs, lambda _: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1), 0)[
-        Request(0, 0, np.arange(9))
-    ]
+    chunk = Fetcher(pairs, lambda _: torch.zeros(1), lambda texts: torch.zeros(len(texts), 1), 0)(
+        Request(0, np.arange(9))
+    )
     assert chunk.ids.tolist() == [7, 7, caption_id("home"), caption_id("home")]
 
 
@@ -94,28 +101,6 @@ def test_bad_samples_keep_their_place(tmp_path: Path, reason: str, members):
     with pytest.raises(BadSample) as caught:
         pairs[1]
     assert (caught.value.reason, caught.value.key) == (reason, "a.tar:k")
-
-
-def test_a_damaged_shard_among_others(tmp_path: Path):
-    good = write_tar(tmp_path / "good.tar", sample("0", 1, "one"))
-    cut = write_tar(tmp_path / "cut.tar", sample("0", 2, "two") + sample("1", 3, "three"))
-    os.truncate(cut, 4 * 1024)
-    garbage = tmp_path / "garbage.tar"
-    garbage.write_bytes(b"garbage")
-    pairs = ShardPairs([cut, garbage, good])
-    assert [pairs[i].caption for i in range(len(pairs))] == ["two", "one"]
-    assert len(pairs.damage) == 2
-    assert str(cut) in pairs.damage[0]
-    assert str(garbage) in pairs.damage[1]
-
-
-def test_no_sample_at_all(tmp_path: Path):
-    garbage = tmp_path / "garbage.tar"
-    garbage.write_bytes(b"garbage")
-    with pytest.raises(UsageError, match=r"no samples in .*garbage\.tar: .*garbage\.tar: "):
-        ShardPairs([garbage])
-    with pytest.raises(UsageError, match="no member ends in jpg"):
-        ShardPairs([write_tar(tmp_path / "empty.tar", [])])
 
 
 def test_a_shard_that_shrinks_while_in_use(tmp_path: Path):
@@ -138,3 +123,161 @@ def test_many_more_shards_than_open_files(tmp_path: Path):
 def test_it_goes_to_other_processes(tmp_path: Path):
     pairs = ShardPairs([write_tar(tmp_path / "a.tar", sample("0", 1, "one"))])
     assert pairs[0].caption == pickle.loads(pickle.dumps(pairs))[0].caption
+
+
+THREE = [member for i in range(3) for member in sample(f"{i:03d}", i, f"caption {i}")]
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Path:
+    return write_tar(tmp_path / "a.tar", THREE)
+
+
+def test_whole_shard(shard: Path):
+    index = tar_index(str(shard))
+    assert index.keys.tolist() == [b"000", b"001", b"002"]
+    assert index.damage == ""
+    data = shard.read_bytes()
+    for row in range(3):
+        image, text, document, label = index.spans[row]
+        assert tuple(label) == ABSENT
+        assert data[image[0] : image.sum()] == png(row)
+        assert data[text[0] : text.sum()] == f"caption {row}".encode()
+        assert data[document[0] : document.sum()].startswith(b'{"caption"')
+
+
+def test_names(tmp_path: Path):
+    members = [
+        ("folder.d/key.JPG", b"image"),
+        ("folder.d/key.cls", b"7"),
+        ("folder.d/key.seg.png", b"not the image"),
+        ("folder.d/key.webp", b"second image"),
+        ("README", b"no key"),
+        ("other.txt", b"a"),
+    ]
+    shard = write_tar(tmp_path / "a.tar", members)
+    index = tar_index(str(shard))
+    assert index.keys.tolist() == [b"folder.d/key", b"other"]
+    offset, size = index.spans[0, 0]
+    assert shard.read_bytes()[offset : offset + size] == b"image"
+    assert tuple(index.spans[0, 1]) == tuple(index.spans[1, 0]) == ABSENT
+
+
+@pytest.mark.parametrize("where", ["json of 2", "png of 2", "txt of 2"])
+def test_truncated_inside_a_member(shard: Path, where: str):
+    extension, key = where.split(" of ")
+    offset, size = tar_index(str(shard)).spans[int(key), ["png", "txt", "json"].index(extension)]
+    os.truncate(shard, offset + size - 1)
+    index = tar_index(str(shard))
+    assert f"breaks off inside 00{key}.{extension}, at byte {offset - 512:,} of" in index.damage
+    assert "samples before that are used, what followed is lost" in index.damage
+    # Without its txt the last sample still has image and json, which is enough.
+    assert len(index.keys) == (3 if extension == "txt" else 2)
+
+
+def test_overwritten_header(shard: Path):
+    offset = int(tar_index(str(shard)).spans[1, 2, 0])
+    with open(shard, "r+b") as file:
+        file.seek(offset - 512)
+        file.write(np.random.RandomState(0).bytes(512))
+    index = tar_index(str(shard))
+    assert index.keys.tolist() == [b"000"]
+    assert index.damage == (
+        f"{shard}: breaks off without a readable header, at byte {offset - 512:,} of "
+        f"{shard.stat().st_size:,}; the 1 sample before that is used, what followed is lost"
+    )
+
+
+def test_what_is_lost_is_counted_if_img2dataset_says_how_many_there_were(shard: Path):
+    stats = shard.with_name("a_stats.json")
+    stats.write_text('{"count": 12, "successes": 10, "status": "success"}')
+    assert tar_index(str(shard)).damage == ""
+    os.truncate(shard, int(tar_index(str(shard)).spans[1, 2, 0]))
+    index = tar_index(str(shard))
+    assert index.damage.endswith("the 1 sample before that is used, 9 of 10 are lost")
+    for text in ("{", "[]", "{}", '{"successes": 0}'):
+        stats.write_text(text)
+        os.utime(shard)
+        damage = tar_index(str(shard)).damage
+        assert damage.endswith("the 1 sample before that is used, what followed is lost")
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"x" * 10_000], ids=["empty", "short", "long"])
+def test_no_tar_at_all(tmp_path: Path, data: bytes):
+    path = tmp_path / "a.tar"
+    path.write_bytes(data)
+    index = tar_index(str(path))
+    assert len(index.keys) == 0
+    assert index.spans.shape == (0, 4, 2)
+    assert str(path) in index.damage
+    with pytest.raises(UsageError, match=r"no samples in .*a\.tar: .*a\.tar: "):
+        ShardPairs([path])
+
+
+def test_every_truncation_keeps_what_is_before_it(shard: Path, tmp_path: Path):
+    whole = shard.read_bytes()
+    spans = _read_index(str(shard), len(whole)).spans
+    ends = spans[:, :, 0].max(axis=1)  # a sample is surely whole if its last member has begun ...
+    last = int(spans[2, 1].sum())
+    cut = tmp_path / "cut.tar"
+    for length in range(0, last, 129):
+        cut.write_bytes(whole[:length])
+        index = _read_index(str(cut), length)
+        assert index.damage
+        sure = int((ends + 512 <= length).sum())  # ... and its block has ended
+        assert sure <= len(index.keys) <= sure + 1
+        np.testing.assert_array_equal(index.spans[:sure], spans[:sure])
+
+
+def test_the_index_is_cached_until_the_file_changes(shard: Path, monkeypatch):
+    first = tar_index(str(shard))
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_read_index", lambda *_: pytest.fail("read again"))
+        again = tar_index(str(shard))
+    np.testing.assert_array_equal(again.keys, first.keys)
+    np.testing.assert_array_equal(again.spans, first.spans)
+    os.truncate(shard, int(first.spans[2, 2, 0]))
+    changed = tar_index(str(shard))
+    assert len(changed.keys) == 2
+    assert changed.damage == tar_index(str(shard)).damage != ""
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.tar.zst"])
+def test_compressed_and_missing_files_are_refused(shard: Path, name: str):
+    path = shard.with_name(name)
+    path.write_bytes(gzip.compress(shard.read_bytes()))
+    with pytest.raises(UsageError, match=rf"{name} is compressed .* unpack it to \.tar"):
+        ShardPairs([path])
+    with pytest.raises(UsageError, match=r"cannot read .*gone\.tar: No such file"):
+        ShardPairs([shard.with_name("gone.tar")])
+
+
+@pytest.mark.parametrize("opened", [open_pairs, open_captioned, open_labelled])
+def test_damage_is_told_alike_by_all_that_read_shards(
+    tmp_path: Path, opened: Callable[[str], Any]
+) -> None:
+    members = [
+        (f"{i}.{kind}", data)
+        for i in range(4)
+        for kind, data in (("png", png(i)), ("txt", b"a"), ("cls", b"0"))
+    ]
+    path = write_tar(tmp_path / "0.tar", members)
+    os.truncate(path, path.read_bytes().index(b"2.txt") + 100)
+    found = opened(str(path))
+    assert len(found) == 2
+    (damage,) = found.damage
+    assert damage.startswith(f"{path}: ")
+    assert damage.endswith("the 2 samples before that are used, what followed is lost")
+    path = write_tar(tmp_path / "1.tar", [("0.gif", b""), ("0.npy", b"")])
+    with pytest.raises(UsageError, match=r"no samples in .*1\.tar: no member ends in jpg, "):
+        opened(str(path))
+
+
+def test_a_file_written_anew_in_its_place_is_opened_anew(shard: Path) -> None:
+    assert TarSamples([shard]).read(0, "txt") == b"caption 0"
+    write_tar(shard.with_name("b.tar"), THREE[3:]).replace(shard)
+    samples = TarSamples([shard])
+    assert samples.read(0, "txt") == b"caption 1"
+    assert not samples.has(0, "cls")
+    with pytest.raises(BadSample, match=r"no cls: a\.tar:001"):
+        samples.read(0, "cls")

@@ -19,23 +19,14 @@ from megabatch.data import workers
 from megabatch.data.workers import WorkerLoader, begin_worker
 
 
-class Slow:
+def loader(*seconds: float, timeout: float) -> WorkerLoader[int]:
     """Number i comes after `seconds[i]`."""
 
-    def __init__(self, *seconds: float) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return len(self.seconds)
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self.seconds[index])
+    def slow(index: int) -> int:
+        time.sleep(seconds[index])
         return index
 
-
-def loader(*seconds: float, timeout: float, workers: int = 1) -> WorkerLoader[int]:
-    numbers = range(len(seconds))
-    return WorkerLoader(Slow(*seconds), numbers, workers=workers, prefetch=2, timeout=timeout)
+    return WorkerLoader(slow, range(len(seconds)), workers=1, prefetch=2, timeout=timeout)
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +36,8 @@ def _checking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_died_while_nothing_came_is_noticed() -> None:
     numbers = loader(100, 100, timeout=600)
-    coming = iter(numbers)
-    for process in numbers._iterator._workers:  # type: ignore[union-attr]
+    coming = numbers.run()
+    for process in numbers.loader._iterator._workers:  # type: ignore[union-attr]
         os.kill(process.pid, signal.SIGKILL)
         process.join()  # which takes the exit status that DataLoader would ask for
     start = time.monotonic()
@@ -57,21 +48,21 @@ def test_a_process_that_died_while_nothing_came_is_noticed() -> None:
 
 def test_what_takes_longer_than_a_look_comes() -> None:
     numbers = loader(0.5, 0, 0.4, timeout=600)
-    assert [list(numbers) for _ in range(2)] == [[0, 1, 2]] * 2
+    assert [list(numbers.run()) for _ in range(2)] == [[0, 1, 2]] * 2
 
 
 @pytest.mark.usefixtures("short_wait")
 def test_patience_ends() -> None:
     start = time.monotonic()
     with pytest.raises(RuntimeError, match="timed out"):
-        list(loader(0, 100, timeout=0.9))
+        list(loader(0, 100, timeout=0.9).run())
     assert time.monotonic() - start >= 0.9
 
 
 @pytest.mark.usefixtures("short_wait")
 def test_a_hanging_process_does_not_keep_whoever_stops() -> None:
     stop = threading.Event()
-    coming = loader(0, 100, timeout=600).until(stop)
+    coming = loader(0, 100, timeout=600).run(stop)
     assert next(coming) == 0
     threading.Timer(0.1, stop.set).start()
     start = time.monotonic()
@@ -79,9 +70,8 @@ def test_a_hanging_process_does_not_keep_whoever_stops() -> None:
     assert time.monotonic() - start < 60
 
 
-def test_without_processes_and_without_an_end_to_patience() -> None:
-    assert list(loader(0, 0, timeout=0, workers=0)) == [0, 1]
-    assert list(loader(0, 0.5, timeout=0)) == [0, 1]
+def test_without_an_end_to_patience() -> None:
+    assert list(loader(0, 0.5, timeout=0).run()) == [0, 1]
 
 
 def grown(begin: Callable[[int], None], answer: Connection) -> None:

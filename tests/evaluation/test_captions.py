@@ -86,7 +86,7 @@ def test_json_lines_that_are_damaged(tmp_path: Path) -> None:
     rows = '{"image": "0.png", "text": 7}', "[1]", '{"image": [3], "text": "x"}', '{"text": "y"}'
     path.write_text("\n".join(rows))
     data = open_captioned(str(path))
-    assert data.damage == [f"{path}: 2 lines left out, the first is line 2: a list, not an object"]  # type: ignore[attr-defined]
+    assert data.damage == [f"{path}: 2 lines left out, the first is line 2: no JSON object"]  # type: ignore[attr-defined]
     assert len(data) == 2
     assert data[0].target == ["7"]
     with pytest.raises(BadSample, match=r"no image: a\.jsonl:row 4"):
@@ -161,9 +161,7 @@ def test_several_sources_have_their_columns(tmp_path: Path) -> None:
     data = open_captioned(f"{table}::{other}", **names)
     assert len(data) == N + 1
     assert [data[i].target for i in (0, N - 1, N)] == [*captions(N)[:: N - 1], ["another"]]
-    assert data.damage == [
-        f"{other}: 1 line left out, the first is line 2: a number, not an object"
-    ]  # type: ignore[attr-defined]
+    assert data.damage == [f"{other}: 1 line left out, the first is line 2: no JSON object"]  # type: ignore[attr-defined]
     data = open_captioned(f"{shards}::{table}")
     assert [data[i].target for i in (0, 1)] == [["a", "b"], captions(N)[0]]
     with pytest.raises(UsageError, match=": 'a::b' names 2; expected one, or one for"):

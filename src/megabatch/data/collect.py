@@ -1,124 +1,71 @@
-"""Batches put together from the chunks that workers send, by a thread ahead of their use."""
+"""A batch put together from the chunks that workers send, in memory that is used again."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megabatch.ahead import one_ahead
-from megabatch.data.fetch import BadPosition, Chunk, channels_last
+from megabatch.data.fetch import Chunk, channels_last
 
 
-class Collected(NamedTuple):
-    """The rows of a batch, and the bad samples that came with them."""
+def collected(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Chunk]:
+    """Yield batches of `size` samples, of which the bad ones are left out; the last may be smaller.
 
-    rows: Chunk
-    bad: list[BadPosition]
-
-
-def fill(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Collected]:
-    """Yield batches of `size` good samples; lastly those that are left, possibly none."""
-    batch, bad = Assembly(size, memory), list[BadPosition]()
+    No chunk has samples of two batches.
+    """
+    batch = _Assembly(size, memory)
     for chunk in chunks:
-        bad += chunk.bad
-        rest: Chunk | None = chunk
-        while rest is not None:
-            rest = batch.add(rest)
-            if len(batch) == size:
-                yield Collected(batch.chunk(), bad)
-                batch, bad = Assembly(size, memory), []
-        del chunk  # before waiting for the next one
-    yield Collected(batch.chunk(), bad)
-
-
-def group(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Collected]:
-    """Yield batches of `size` samples without the bad ones among them; no chunk is in two."""
-    batch, bad = Assembly(size, memory), list[BadPosition]()
-    for chunk in chunks:
-        bad += chunk.bad
         batch.add(chunk)
         del chunk  # before waiting for the next one
-        if len(batch) + len(bad) == size:
-            yield Collected(batch.chunk(), bad)
-            batch, bad = Assembly(size, memory), []
+        if batch.samples == size:
+            yield batch.chunk()
+            batch = _Assembly(size, memory)
+    if batch.samples:
+        yield batch.chunk()
 
 
-def ahead(batches: Iterator[Collected], stop: threading.Event) -> Generator[Collected, None, None]:
-    """The same batches, each put together by a thread while the caller uses the one before it.
-
-    A batch of 32,768 images takes seconds to receive and to copy, during which the GPU would wait.
-    When this generator is closed, it sets `stop`, so that whoever makes the batches can end early.
-    """
-    made = one_ahead(lambda _: next(batches, None), itertools.repeat(None), "megabatch-batches")
-    try:
-        for batch in made:
-            if batch is None:
-                return
-            yield batch
-            del batch
-    finally:
-        stop.set()
-        made.close()
-
-
-class Assembly:
-    """The rows of one batch, each chunk copied when it comes, which frees its shared memory."""
+class _Assembly:
+    """One batch; images of each chunk are copied when it comes, which frees its shared memory."""
 
     def __init__(self, size: int, memory: Memory) -> None:
         self.size = size
+        self.samples = 0
         self._memory = memory
-        self._count = 0
+        self._rows = 0
         self._parts: list[Chunk] = []  # without their images, if there are several
         self._images: Tensor | list[Any] | None = None
 
-    def __len__(self) -> int:
-        return self._count
-
-    def add(self, chunk: Chunk) -> Chunk | None:
-        """Add as many rows as the batch lacks; return the others, if any."""
-        room = self.size - self._count
-        if len(chunk) > room:
-            self.add(chunk.part(slice(room)))
-            return chunk.part(slice(room, None))
+    def add(self, chunk: Chunk) -> None:
+        """Add a chunk."""
+        self.samples += len(chunk) + len(chunk.bad)
+        end = self._rows + len(chunk)
         if len(chunk) == self.size:  # alone: not copied
             self._images = chunk.images
-        elif len(chunk):
-            self._copy(chunk)
-        if len(chunk):
-            self._parts.append(chunk.without_images())
-            self._count += len(chunk)
-        return None
-
-    def _copy(self, chunk: Chunk) -> None:
-        images = chunk.images
-        if isinstance(images, Tensor):
+        elif isinstance(chunk.images, Tensor):
             if self._images is None:
-                self._images = self._memory.like(images, self.size)
-            self._images[self._count : self._count + len(chunk)] = images
-        else:
-            self._images = [*(self._images or ()), *(images or ())]
+                self._images = self._memory.like(chunk.images, self.size)
+            self._images[self._rows : end] = chunk.images
+        elif chunk.images is not None:
+            self._images = [*(self._images or ()), *chunk.images]
+        self._rows = end
+        self._parts.append(replace(chunk, images=None))
 
     def chunk(self) -> Chunk:
-        """All rows so far."""
-        parts = self._parts
-        if not parts:
-            nothing = np.empty(0, dtype=np.int64)
-            return Chunk(None, None, nothing, nothing, nothing)
-        assert self._images is not None
+        """All samples so far."""
+        texts = [part.texts for part in self._parts if part.texts is not None]
         return Chunk(
-            self._images[: self._count],
-            np.concatenate([part.texts for part in parts if part.texts is not None]),
-            np.concatenate([part.indices for part in parts]),
-            np.concatenate([part.positions for part in parts]),
-            np.concatenate([part.ids for part in parts]),
+            None if self._images is None else self._images[: self._rows],
+            np.concatenate(texts) if texts else None,
+            np.concatenate([part.indices for part in self._parts]),
+            np.concatenate([part.ids for part in self._parts]),
+            [bad for part in self._parts for bad in part.bad],
         )
 
 

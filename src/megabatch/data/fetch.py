@@ -20,20 +20,18 @@ from megabatch.data.pairs import (
     ArrayDataset,
     BadSample,
     BatchTransform,
+    DeferredImage,
     Pair,
     PairDataset,
-    PixelTransform,
     TextTransform,
-    UndecodedPairs,
     caption_id,
+    ids_of,
     transformed,
+    undecoded,
 )
 
 TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
 TOKEN_CACHE_OF_ONE = 2**29  # if a single process does everything: 800,000
-
-#: Of a bad sample: its position in the order, index, reason and key.
-BadPosition = tuple[int, int, str, str]
 
 
 @dataclass
@@ -41,38 +39,27 @@ class Chunk:
     """Fetched samples, in the order of the request, without the bad ones.
 
     images: (n, ...), or a list of n if they are decoded late, None if n is 0; texts: (n, context)
-    int64, or (n, context, 1 + k) with k negatives each, None if n is 0; indices, positions and ids
-    of the captions: int64 (n,). All but the images are numpy arrays: a tensor from a worker costs a
+    int64, or (n, context, 1 + k) with k negatives each, None if n is 0; indices, and ids of the
+    captions: int64 (n,). All but the images are numpy arrays: a tensor from a worker costs a
     file descriptor, which took 2 ms.
-    bad: position, index, reason and key of each bad sample.
+    bad: index, reason and key of each bad sample.
     """
 
     images: Tensor | list[Any] | None
     texts: np.ndarray | None
     indices: np.ndarray
-    positions: np.ndarray
     ids: np.ndarray
-    bad: list[BadPosition] = field(default_factory=list)
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def part(self, rows: slice) -> Chunk:
-        """Some of the rows (views), without the bad samples; there is at least one row."""
-        images, texts = self.images, self.texts
-        assert images is not None
-        assert texts is not None
-        return Chunk(
-            images[rows], texts[rows], self.indices[rows], self.positions[rows], self.ids[rows]
-        )
-
-    def without_images(self) -> Chunk:
-        """Everything else about the samples, without the bad ones."""
-        return Chunk(None, self.texts, self.indices, self.positions, self.ids)
-
 
 class Fetcher:
-    """Fetches, transforms and tokenises samples; runs in the workers."""
+    """Fetches, transforms and tokenises samples; runs in the workers.
+
+    late: images are not decoded, but kept with the seed that their transform will have.
+    """
 
     def __init__(
         self,
@@ -82,84 +69,71 @@ class Fetcher:
         seed: int,
         token_cache: int = TOKEN_CACHE,
         negatives: int = 0,
+        late: bool = False,
     ) -> None:
         self.negatives = negatives
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
+        self._read = undecoded(dataset)
+        self._prepare = DeferredImage.keep if late else functools.partial(transformed, transform)
         self._tokens = CachedTokens(tokenizer, token_cache)
         self._captions: CaptionsByIndex | None = None
-        self._firsts: Callable[[list[Any]], Tensor] | None = None
-        if isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
+        self._firsts: CachedTokens | None = None
+        if late:
+            return
+        if isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform):
+            self._captions = CaptionsByIndex(dataset, self._tokens)
+        elif isinstance(transform, TextTransform) and getattr(dataset, "first", "image") == "text":
             self._firsts = CachedTokens(transform.texts, token_cache)
-        self._pairs: PairDataset = dataset
-        self._transform = transform
-        if isinstance(transform, PixelTransform):
-            self._pairs = UndecodedPairs(dataset)
-            self._transform = functools.partial(transformed, transform=transform)
 
-    def __getitem__(self, request: Request) -> Chunk:
-        # Seeded by the draw: a sample that comes twice in an epoch is augmented differently.
+    def __call__(self, request: Request) -> Chunk:
+        """Fetch samples; seeds depend on draws, so one that comes twice in an epoch differs."""
         seeds = sample_seeds(self.seed, request.epoch, request.draws)
         indices = request.draws % len(self.dataset)
-        if isinstance(self.dataset, ArrayDataset) and isinstance(self.transform, BatchTransform):
-            arrays = torch.from_numpy(self.dataset.arrays(indices))
-            images = self.transform.batch(arrays, torch.from_numpy(seeds))
-            if self._captions is None:
-                self._captions = CaptionsByIndex(self.dataset, self._tokens)
-            texts, ids = self._captions(indices)
-            positions = request.start + np.arange(len(indices))
-            return Chunk(images, texts.numpy(), indices, positions, ids)
-        return self._one_by_one(request.start, indices, seeds)
+        if self._captions is None:
+            return self._one_by_one(indices, seeds)
+        arrays = torch.from_numpy(self._captions.dataset.arrays(indices))
+        images = self.transform.batch(arrays, torch.from_numpy(seeds))  # type: ignore[attr-defined]
+        return Chunk(images, indices=indices, **self._captions(indices))
 
-    def _one_by_one(self, start: int, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
+    def _one_by_one(self, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
         images: list[Any] = []
         captions, ids, good, bad = [], [], [], []
         with random_state_kept():
-            for offset, (index, seed) in enumerate(zip(indices, seeds, strict=True)):
+            for offset, (index, seed) in enumerate(zip(indices.tolist(), seeds, strict=True)):
                 try:
-                    pair = self._pairs[int(index)]
+                    pair = self._read(index)
                     texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
                     images.append(self._first(pair, int(seed)))
                 except BadSample as sample:
-                    bad.append((start + offset, int(index), sample.reason, sample.key))
+                    bad.append((index, sample.reason, sample.key))
                     continue
                 captions += texts
                 ids.append(caption_id(pair.caption) if pair.id is None else pair.id)
                 good.append(offset)
-        return Chunk(
-            self._together(images),
-            self._with_negatives(self._tokens(captions).numpy()) if captions else None,
-            indices[good],
-            start + np.array(good, dtype=np.int64),
-            np.array(ids, dtype=np.int64),
-            bad,
-        )
+        if not good:
+            nothing = np.empty(0, dtype=np.int64)
+            return Chunk(None, None, nothing, nothing, bad)
+        tokens = self._tokens(captions)
+        if self.negatives:  # (n * (1 + k), context) to (n, context, 1 + k)
+            each = tokens.reshape(-1, 1 + self.negatives, tokens.shape[1])
+            tokens = np.ascontiguousarray(each.transpose(0, 2, 1))
+        together = self._together(images)
+        return Chunk(together, tokens, indices[good], np.array(ids, dtype=np.int64), bad)
 
     def _first(self, pair: Pair, seed: int) -> Any:
         """A pair's image, transformed; its first text as it is if those are tokenised together."""
         if self._firsts is not None:
             return pair.image
         seed_everything(seed)
-        return self._transform(pair.image)
+        return self._prepare(pair.image)
 
-    def _together(self, images: list[Any]) -> Tensor | list[Any] | None:
-        """Transformed images, or first texts, as one tensor; files to be decoded later as they are.
-
-        None if there is none.
-        """
-        if not images:
-            return None
+    def _together(self, images: list[Any]) -> Tensor | list[Any]:
+        """Transformed images, or first texts, as one tensor; deferred images as a list."""
         if self._firsts is not None:
-            return self._firsts(images)
+            return torch.from_numpy(self._firsts(images))
         return stacked(images) if isinstance(images[0], Tensor) else images
-
-    def _with_negatives(self, tokens: np.ndarray) -> np.ndarray:
-        """Tokens of captions (n, context), or of each with its negatives (n, context, 1 + k)."""
-        if not self.negatives:
-            return tokens
-        each = tokens.reshape(-1, 1 + self.negatives, tokens.shape[1])
-        return np.ascontiguousarray(each.transpose(0, 2, 1))
 
 
 def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
@@ -189,52 +163,26 @@ def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
 
 
 class CachedTokens:
-    """A tokenizer with a cache: pairs come again in every epoch.
+    """A tokenizer with a cache of distinct texts: pairs come again in every epoch.
 
     limit: bytes of tokens that are kept; the texts themselves come on top.
     """
 
     def __init__(self, tokenizer: Callable[[list[str]], Tensor], limit: int) -> None:
         self.tokenizer = tokenizer
-        self.limit = limit
-        self._rows: dict[str, int] = {}  # of _table
-        self._table: Tensor | None = None
+        self._room = limit
+        self._kept: dict[str, np.ndarray] = {}
 
-    def __call__(self, texts: list[str]) -> Tensor:
-        """Return the tokens of these texts, (n, context)."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._rows]
-        tokens = self.tokenizer(new) if new else None
-        if tokens is not None:
-            new = self._add(new, tokens)  # those that did not fit
-        assert self._table is not None
-        found = self._table[torch.tensor([self._rows.get(text, -1) for text in texts])]
-        if new:
-            assert tokens is not None
-            row_of = {text: row for row, text in enumerate(new, len(tokens) - len(new))}
-            others = [at for at, text in enumerate(texts) if text in row_of]
-            found[others] = tokens[[row_of[texts[at]] for at in others]]
-        return found
-
-    def _add(self, texts: list[str], tokens: Tensor) -> list[str]:
-        """Keep the first texts' tokens, as many as fit; return the other texts."""
-        if self._table is None:
-            # At its full size: the system provides memory only for the part that is written.
-            capacity = max(1, self.limit // max(1, tokens[0].nbytes))
-            self._table = tokens.new_empty((capacity, *tokens.shape[1:]))
-        known = len(self._rows)
-        fit = min(len(texts), len(self._table) - known)
-        self._table[known : known + fit] = tokens[:fit]
-        self._rows.update(zip(texts[:fit], range(known, known + fit), strict=True))
-        return texts[fit:]
-
-    def rows(self, texts: list[str]) -> np.ndarray:
-        """The rows of the table with their tokens, for `at`; int64 (n,), -1 for those not kept."""
-        return np.array([self._rows.get(text, -1) for text in texts], dtype=np.int64)
-
-    def at(self, rows: np.ndarray) -> Tensor:
-        """The tokens in these rows of the table; arbitrary ones where a row is -1."""
-        assert self._table is not None
-        return self._table[torch.from_numpy(rows)]
+    def __call__(self, texts: list[str]) -> np.ndarray:
+        """Return the tokens of these texts, (n, context); there is at least one."""
+        new = [text for text in dict.fromkeys(texts) if text not in self._kept]
+        made = dict(zip(new, self.tokenizer(new).numpy(), strict=True)) if new else {}
+        rows = [self._kept[text] if text in self._kept else made[text] for text in texts]
+        for text, row in made.items():
+            if row.nbytes <= self._room:
+                self._kept[text] = row.copy()  # a view would keep all of `made`
+                self._room -= row.nbytes
+        return np.stack(rows)
 
 
 class CaptionsByIndex:
@@ -246,35 +194,23 @@ class CaptionsByIndex:
 
     def __init__(self, dataset: ArrayDataset, tokens: CachedTokens) -> None:
         self.dataset = dataset
-        self._tokens = tokens
-        self._rows = np.full(len(dataset), -1, dtype=np.int64)
-        self._own_ids = getattr(dataset, "ids", None)
-        self._ids = np.empty(0 if self._own_ids else len(dataset), dtype=np.int64)
+        self._tokenize = tokens
+        self._known = np.zeros(len(dataset), dtype=bool)
+        self._ids = np.empty(len(dataset), dtype=np.int64)
+        self._tokens = np.empty(0)
 
-    def __call__(self, indices: np.ndarray) -> tuple[Tensor, np.ndarray]:
-        """Return tokens (n, context) and ids, int64 (n,), of the samples with these indices."""
-        rows = self._rows[indices]
-        new = np.flatnonzero(rows < 0)
-        if len(new) == 0:
-            return self._tokens.at(rows), self._ids_at(indices)
-        captions = self.dataset.texts(indices[new])
-        tokens = self._tokens(captions)
-        self._rows[indices[new]] = self._tokens.rows(captions)
-        if self._own_ids is None:
-            self._ids[indices[new]] = caption_ids(captions)
-        if len(new) < len(indices):
-            found = self._tokens.at(rows)
-            found[torch.from_numpy(new)] = tokens
-            tokens = found
-        return tokens, self._ids_at(indices)
-
-    def _ids_at(self, indices: np.ndarray) -> np.ndarray:
-        return self._ids[indices] if self._own_ids is None else self._own_ids(indices)
-
-
-def caption_ids(captions: Sequence[str]) -> np.ndarray:
-    """`caption_id` of each, int64 (n,): the same in every process and every run."""
-    return np.array([caption_id(caption) for caption in captions], dtype=np.int64)
+    def __call__(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the texts (n, context) and ids, int64 (n,), of the samples with these indices."""
+        new = np.unique(indices[~self._known[indices]])
+        if len(new):
+            tokens = self._tokenize(self.dataset.texts(new))
+            if not self._known.any():  # the system provides memory for the part that is written
+                shape = (len(self._known), *tokens.shape[1:])
+                self._tokens = np.empty(shape, dtype=tokens.dtype)
+            self._tokens[new] = tokens
+            self._ids[new] = ids_of(self.dataset, new)
+            self._known[new] = True
+        return {"texts": self._tokens[indices], "ids": self._ids[indices]}
 
 
 def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
@@ -310,7 +246,7 @@ def random_state_kept() -> Iterator[None]:
         np.random.set_state(saved[1])
 
 
-def stacked(images: list[Tensor]) -> Tensor:
+def stacked(images: Sequence[Tensor]) -> Tensor:
     """Images (c, h, w) as one tensor (n, c, h, w), in the order that they have in memory.
 
     Decoded images have their channels last. To bring them into another order here takes 0.11 ms of

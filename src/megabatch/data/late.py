@@ -8,9 +8,8 @@ augmentation: its seed is kept with the file.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,13 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.fetch import random_state_kept, seed_everything, stacked
-from megabatch.data.pairs import (
-    BadSample,
-    EncodedImage,
-    PairDataset,
-    UndecodedPairs,
-    transformed,
-)
+from megabatch.data.pairs import BadSample, DeferredImage, PairDataset, transformed, undecoded
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
@@ -38,39 +31,50 @@ class DecodingStopped(UsageError):
     exit_code = 1  # not a mistake in the command
 
 
-@dataclass(frozen=True)
-class DeferredImage:
-    """An image to be decoded later, and the seed of its augmentation.
-
-    image: a file, or an image from a source without files.
-    """
-
-    image: EncodedImage | Image.Image
-    seed: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file, or of the pixels."""
-        if isinstance(self.image, EncodedImage):
-            return len(self.image.data)
-        return self.image.width * self.image.height * len(self.image.getbands())
-
-
-def keep(image: EncodedImage | Image.Image) -> DeferredImage:
-    """Replace a transform: keep the image, and the seed that the transform would have had."""
-    return DeferredImage(image, torch.initial_seed())
-
-
 def mean_bytes(dataset: PairDataset, samples: int = 256) -> float:
     """Mean bytes of an undecoded image, over samples spread evenly over a data set."""
-    pairs, sizes = UndecodedPairs(dataset), []
+    read, sizes = undecoded(dataset), []
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
         try:
-            image = pairs[int(index)].image
-            sizes.append(DeferredImage(image, 0).nbytes)  # type: ignore[arg-type]
+            sizes.append(DeferredImage(read(int(index)).image, 0).nbytes)  # type: ignore[arg-type]
         except BadSample:
             continue
     return float(np.mean(sizes)) if sizes else 0.0
+
+
+class Decoded(NamedTuple):
+    """A piece of a batch: rows (n, ...), and offset, reason and key of each damaged one."""
+
+    rows: Tensor
+    bad: list[tuple[int, str, str]]
+
+
+def decode(transform: Callable[[Any], Tensor], piece: Sequence[DeferredImage]) -> Decoded:
+    """Decode and transform images, with the results of the loader's early decoding."""
+    rows, bad = [], []
+    with random_state_kept():
+        for offset, sample in enumerate(piece):
+            seed_everything(sample.seed)
+            try:
+                rows.append(transformed(transform, sample.image))
+            except BadSample as damaged:
+                bad.append((offset, damaged.reason, damaged.key))
+                rows.append(transform(Image.new("RGB", (64, 64))))
+    return Decoded(stacked(rows), bad)
+
+
+class _Pieces:
+    """The pieces of a batch from row `first` on."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.images: Sequence[DeferredImage] = ()
+        self.first = 0
+
+    def __iter__(self) -> Iterator[Sequence[DeferredImage]]:
+        images = self.images
+        for start in range(self.first, len(images), self.size):
+            yield images[start : start + self.size]
 
 
 class Decoder:
@@ -93,29 +97,35 @@ class Decoder:
         if workers < 1:
             raise ValueError(f"workers: {workers}; expected at least 1 to decode late")
         piece = max(1, min(_LARGEST_PIECE, -(-micro_batch_size // workers)))
-        self._timeout = timeout
         self._pieces = _Pieces(piece)
-        self._loader: WorkerLoader[Any] = WorkerLoader(
-            _Decoding(transform),
+        self._processes: WorkerLoader[Decoded] = WorkerLoader(
+            functools.partial(decode, transform),
             self._pieces,
             workers=workers,
             prefetch=max(2, -(-2 * micro_batch_size // (piece * workers))),
             timeout=timeout,
         )
+        self._coming: Iterator[Decoded] = iter(())
 
-    def start(self, images: Sequence[DeferredImage], first: int) -> Iterator[Decoded]:
+    def start(self, images: Sequence[DeferredImage], first: int) -> None:
         """Start to decode the images from number `first` on, and drop the previous work."""
         self._pieces.images, self._pieces.first = images, first
-        with _failures(self._timeout):
-            return self._guarded(iter(self._loader))
+        self._coming = self._told(self._processes.run)
 
-    def _guarded(self, pieces: Iterator[Decoded]) -> Iterator[Decoded]:
-        while True:
-            with _failures(self._timeout):
-                piece = next(pieces, None)
-            if piece is None:
-                return
-            yield piece
+    def receive(self) -> Decoded:
+        """The next piece; raises DecodingStopped if none comes."""
+        return self._told(lambda: next(self._coming))
+
+    def _told(self, work: Callable[[], Any]) -> Any:
+        """work(), with DataLoader's errors about its processes in one line."""
+        try:
+            return work()
+        except (RuntimeError, OSError) as error:
+            # The last line: an error in a process begins with its traceback.
+            reason = f"decoding: {(str(error).strip() or type(error).__name__).splitlines()[-1]}"
+            if (timeout := self._processes.timeout) and "timed out" in str(error):
+                reason = f"the workers gave no decoded image for {timeout:g} s: one hangs"
+            raise DecodingStopped(reason) from error
 
 
 class LateImages:
@@ -137,9 +147,7 @@ class LateImages:
         self.bad: dict[int, tuple[str, str]] = {}
         self._decoder = decoder
         self._passes = 0
-        self._returned = self._received = 0  # rows, so far
-        self._rest = torch.empty(0)  # received, not returned
-        self._pieces = decoder.start(images, 0)
+        self._go_to(0)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -167,70 +175,12 @@ class LateImages:
 
     def _go_to(self, row: int) -> None:
         self._returned = self._received = row
-        self._rest = torch.empty(0)
-        self._pieces = self._decoder.start(self.images, row)
+        self._rest = torch.empty(0)  # received, not returned
+        self._decoder.start(self.images, row)
 
     def _receive(self) -> Tensor:
-        piece = next(self._pieces)
+        piece = self._decoder.receive()
         for offset, reason, key in piece.bad:
             self.bad[self._received + offset] = reason, key
         self._received += len(piece.rows)
         return piece.rows
-
-
-class Decoded(NamedTuple):
-    """A piece of a batch: rows (n, ...), and offset, reason and key of each damaged one."""
-
-    rows: Tensor
-    bad: list[tuple[int, str, str]]
-
-
-def decode(piece: Sequence[DeferredImage], transform: Callable[[Any], Tensor]) -> Decoded:
-    """Decode and transform images, with the results of the loader's early decoding."""
-    rows, bad = [], []
-    with random_state_kept():
-        for offset, sample in enumerate(piece):
-            seed_everything(sample.seed)
-            try:
-                rows.append(transformed(sample.image, transform))
-            except BadSample as damaged:
-                bad.append((offset, damaged.reason, damaged.key))
-                rows.append(transform(Image.new("RGB", (64, 64))))
-    return Decoded(stacked(rows), bad)
-
-
-class _Decoding:
-    """A map from pieces of deferred images to decoded ones, for WorkerLoader."""
-
-    def __init__(self, transform: Callable[[Any], Tensor]) -> None:
-        self.transform = transform
-
-    def __getitem__(self, piece: Sequence[DeferredImage]) -> Decoded:
-        return decode(piece, self.transform)
-
-
-class _Pieces:
-    """The pieces of a batch from row `first` on: a sampler for WorkerLoader."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.images: Sequence[DeferredImage] = ()
-        self.first = 0
-
-    def __iter__(self) -> Iterator[Sequence[DeferredImage]]:
-        images = self.images
-        for start in range(self.first, len(images), self.size):
-            yield images[start : start + self.size]
-
-
-@contextlib.contextmanager
-def _failures(timeout: float) -> Iterator[None]:
-    """Turn DataLoader's errors about its processes into one line."""
-    try:
-        yield
-    except (RuntimeError, OSError) as error:
-        # The last line: an error in a process begins with its traceback.
-        reason = f"decoding: {(str(error).strip() or type(error).__name__).splitlines()[-1]}"
-        if timeout and "timed out" in str(error):
-            reason = f"the workers gave no decoded image for {timeout:g} s: one hangs"
-        raise DecodingStopped(reason) from error

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from megabatch.ahead import one_ahead
-from megabatch.data.collect import Collected, Memory, ahead, fill, group
-from megabatch.data.fetch import (
-    TOKEN_CACHE,
-    TOKEN_CACHE_OF_ONE,
-    BadPosition,
-    Chunk,
-    Fetcher,
-    only_copied,
-)
-from megabatch.data.late import Decoder, LateImages, UndecodedPairs, keep
-from megabatch.data.order import Order, Request, Requests, Share, parts_of
+from megabatch.data.collect import Memory, collected
+from megabatch.data.fetch import TOKEN_CACHE, TOKEN_CACHE_OF_ONE, Chunk, Fetcher, only_copied
+from megabatch.data.late import Decoder, LateImages
+from megabatch.data.order import Order, Requests, parts_of
 from megabatch.data.pairs import PairDataset
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError, plural
@@ -55,14 +47,13 @@ class PairLoader:
 
     Iterating yields the rest of the current epoch and moves on to the next; the position belongs to
     the loader, so there is one iteration at a time. Each epoch has its own random order, of each
-    sample once or, if the data set has `parts`, as often as these say. Bad samples are skipped and
-    counted in `skipped`, and the following ones fill up the batch. An epoch ends when fewer than
-    `batch_size` samples are left.
+    sample once or, if the data set has `parts`, as often as these say. An epoch ends when fewer
+    than `batch_size` samples are left. Bad samples are counted in `skipped`, and their batch lacks
+    them.
 
     With several ranks, each takes a contiguous part of every batch's rows and fetches no others.
     The batches are the same as with one rank, and the position is the same on all of them, so a run
-    can be resumed with another number of ranks. Ranks do not know each other's bad samples: a
-    rank's part lacks its own, and all ranks have the same number of batches.
+    can be resumed with another number of ranks.
 
     Args:
         dataset: the pairs; if it has `arrays` and the transform `batch`, those are used. If the
@@ -70,7 +61,8 @@ class PairLoader:
         batch_size: pairs in a batch of all ranks together.
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
-            each time that the sample comes in an epoch.
+            each time that the sample comes in an epoch. Methods `batch` and `texts` (see
+            BatchTransform, TextTransform) take many at once.
         tokenizer: list of captions to (n, context) int64. Each worker caches the tokens of distinct
             captions, up to 64 MiB; without workers this process does, up to 512 MiB.
         seed: of the orders and the transform's randomness.
@@ -100,8 +92,8 @@ class PairLoader:
     Raises:
         ValueError: a number is out of its range.
         UsageError: the batch is larger than the data set or smaller than the number of ranks; from
-            iterating: a whole epoch has too few usable samples for one batch, or the workers give
-            no sample within `timeout`.
+            iterating: an epoch has no usable sample, one of several ranks has none in a batch, or
+            the workers give no sample within `timeout`.
     """
 
     def __init__(
@@ -134,7 +126,6 @@ class PairLoader:
         self.batch_size = batch_size
         self.drop_last = drop_last
         self._order = Order(parts_of(dataset), seed, shuffle)
-        self._share = Share(rank, world_size, batch_size)
         if batch_size > self._order.pairs:
             raise UsageError(
                 f"the batch size {batch_size} is larger than the data set: {self._order.pairs}"
@@ -148,25 +139,26 @@ class PairLoader:
         self.skipped: Counter[str] = Counter()
         self.skipped_first: dict[str, str] = {}
         self._bad: dict[int, None] = {}  # indices of these samples: a set, in order
-        self._decoder: Decoder | None = None
-        by_thread = workers > 0 and late is None and only_copied(dataset, transform)
-        self.processes = 0 if by_thread else workers
-        if late is None:
-            token_cache = TOKEN_CACHE if self.processes else TOKEN_CACHE_OF_ONE
-            fetcher = Fetcher(dataset, transform, tokenizer, seed, token_cache, negatives)
-        else:
-            self._decoder = Decoder(transform, workers, late, timeout)
-            undecoded = UndecodedPairs(dataset)
-            fetcher = Fetcher(undecoded, keep, tokenizer, seed, negatives=negatives)
-        self._timeout = timeout if self.processes else 0
-        self._new_chunks: Callable[[], Iterable[Chunk]] = functools.partial(
-            _chunks, fetcher, self._order, self._share, workers, self._timeout
+        self._decoder = None if late is None else Decoder(transform, workers, late, timeout)
+        self._ahead = workers > 0
+        self.processes = 0 if late is None and only_copied(dataset, transform) else workers
+        self._fetcher = Fetcher(
+            *(dataset, transform, tokenizer, seed),
+            token_cache=TOKEN_CACHE if self.processes else TOKEN_CACHE_OF_ONE,
+            negatives=negatives,
+            late=late is not None,
         )
-        if by_thread:
-            self._new_chunks = functools.partial(
-                _CopyingThread, fetcher, self._order, self._share, drop_last
-            )
-        self._chunks: Iterable[Chunk] = self._new_chunks()
+        self._requests = Requests(
+            self._order, batch_size, rank, world_size, drop_last, piece=batch_size
+        )
+        # With processes a batch comes in pieces, so that all of them work on the next one. The
+        # pieces in flight add up to one batch; each costs this process a file descriptor and 2 ms.
+        self._prefetch = max(1, min(4, _PIECES // max(1, workers)))
+        if self.processes:
+            piece = -(-self._requests.rows // (self._prefetch * workers))
+            self._requests.piece = max(32, piece)
+        self._workers: WorkerLoader[Chunk] | None = None
+        self._timeout = timeout
 
     @property
     def epoch(self) -> int:
@@ -186,68 +178,69 @@ class PairLoader:
         with the batch after it.
         """
         order, whole_epoch, batches = self._order, self._order.position == 0, 0
-        for batch in self._whole_batches() if self._share.world_size == 1 else self._own_parts():
+        for chunk in self._chunks():
+            self._advance(chunk)
+            if not len(chunk) and self._requests.world_size == 1:
+                continue
+            if not len(chunk):
+                first = "; ".join(f"{key}: {reason}" for _, reason, key in chunk.bad[:3])
+                raise UsageError(
+                    f"a rank's whole part of a batch, {plural(len(chunk.bad), 'sample')}, is "
+                    f"unusable: {first}"
+                )
             batches += 1
-            yield batch
-            del batch  # its memory is that of the batch after the next
-            if order.position == 0:
-                return  # that was the last one
+            yield self._batch(chunk)
+            del chunk  # its memory is that of the batch after the next
         if order.position:  # the rest fills no batch
-            self._move_to(order.pairs, [])
+            order.end_epoch()
         if whole_epoch and batches == 0:
             raise UsageError(
-                f"a whole epoch of {plural(order.pairs, 'pair')} gives no batch of "
-                f"{self.batch_size}: {'; '.join(self.report())}"
+                f"a whole epoch of {plural(order.pairs, 'pair')} has no usable one: "
+                f"{'; '.join(self.report())}"
             )
 
-    def _whole_batches(self) -> Iterator[Batch]:
-        """Batches of a single rank, without the bad samples, filled up by the following ones."""
-        bad: list[BadPosition] = []
-        for batch in self._collected(fill, self.batch_size):
-            if len(batch.rows) < self.batch_size:  # the last ones
-                self._move_to(self._order.pairs, bad + batch.bad)
-                if len(batch.rows) and not self.drop_last:
-                    yield self._batch(batch.rows)
-                return
-            bad = self._move_to(int(batch.rows.positions[-1]) + 1, bad + batch.bad)
-            yield self._batch(batch.rows)
-            del batch
+    def _chunks(self) -> Iterator[Chunk]:
+        """This rank's rows of the epoch's remaining batches, without the bad samples.
 
-    def _own_parts(self) -> Iterator[Batch]:
-        """This rank's rows of each batch, without the bad samples."""
-        own = self._share.of(self.batch_size)
-        for batch in self._collected(group, own.stop - own.start):
-            if not len(batch.rows):
-                raise UsageError(
-                    f"a rank's whole part of a batch, {plural(len(batch.bad), 'sample')}, is "
-                    f"unusable: {'; '.join(f'{key}: {why}' for *_, why, key in batch.bad[:3])}"
-                )
-            self._move_to(self._order.position + self.batch_size, batch.bad)
-            yield self._batch(batch.rows)
-            del batch
-
-    def _collected(
-        self, collect: Callable[[Iterable[Chunk], int, Memory], Iterator[Collected]], rows: int
-    ) -> Iterator[Collected]:
-        """The rest of the epoch in batches of `rows`; those of processes are collected ahead."""
-        stop = threading.Event()
+        With `workers` a thread puts the next one together while the caller uses the one before it:
+        32,768 images take seconds to receive and to copy, during which the GPU would wait.
+        """
+        stop = threading.Event()  # so that the thread ends early if the loop breaks off
+        chunks = self._started(stop) if self.processes else map(self._fetcher, self._requests)
+        batches = collected(chunks, self._requests.rows, self._memory)
+        if not self._ahead:
+            yield from batches
+            return
+        coming = one_ahead(lambda _: next(batches, None), itertools.repeat(None), "megabatch-data")
         try:
-            if isinstance(self._chunks, WorkerLoader) and self.processes:
-                chunks = self._chunks.until(stop)  # starts the processes: from this thread
-                yield from ahead(collect(chunks, rows, self._memory), stop)
-            else:
-                yield from collect(self._chunks, rows, self._memory)
+            while (batch := next(coming)) is not None:
+                yield batch
+                del batch
         except GeneratorExit:
             raise
         except BaseException as error:
-            # An interrupt may leave a message half read, or the thread at work: the next iteration
-            # would wait forever. It gets new workers.
-            self._chunks = self._new_chunks()
+            # An interrupt may leave a message half read: the next loop gets new workers.
+            self._workers = None
             if self._timeout and "timed out" in str(error):
                 raise UsageError(
                     f"the workers delivered no sample for {self._timeout:g} s: a reader hangs"
                 ) from error
             raise
+        finally:
+            stop.set()
+            coming.close()
+
+    def _started(self, stop: threading.Event) -> Iterator[Chunk]:
+        """Start the processes, from this thread; pieces of batches come."""
+        if self._workers is None:
+            self._workers = WorkerLoader(
+                self._fetcher,
+                self._requests,
+                workers=self.processes,
+                prefetch=self._prefetch,
+                timeout=self._timeout,
+            )
+        return self._workers.run(stop)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the counts of skipped samples, for JSON."""
@@ -288,15 +281,11 @@ class PairLoader:
         return lines
 
     def _batch(self, chunk: Chunk) -> Batch:
-        images, texts = chunk.images, chunk.texts
-        assert images is not None
-        assert texts is not None
-        arrays = (texts, chunk.indices, chunk.ids)
-        rest = [torch.from_numpy(np.ascontiguousarray(array)) for array in arrays]
-        if isinstance(images, torch.Tensor):
-            return Batch(images, *rest)
-        assert self._decoder is not None
-        return Batch(LateImages(images, self._decoder), *rest)
+        images: Any = chunk.images
+        if self._decoder is not None:
+            images = LateImages(images, self._decoder)
+        arrays: Any = (chunk.texts, chunk.indices, chunk.ids)
+        return Batch(images, *map(torch.from_numpy, arrays))
 
     def count_damaged(self, batch: Batch) -> None:
         """Count the images of a batch that turned out to be damaged when decoded."""
@@ -310,53 +299,14 @@ class PairLoader:
             self.skipped[reason] += 1
             self.skipped_first.setdefault(reason, key)
 
-    def _move_to(self, position: int, bad: list[BadPosition]) -> list[BadPosition]:
-        """Advance to `position`; count the bad samples before it and return the others.
-
-        Samples are fetched ahead. Those from `position` on are counted only when it passes them, so
-        the counts belong to the state and do not depend on the workers.
-        """
-        for place, index, reason, key in bad:
-            if place < position:
-                self._count(index, reason, key)
-        self._order.position = position
-        left = self._order.pairs - position
-        if left < self.batch_size and (self.drop_last or left == 0):
-            self._order.epoch += 1
-            self._order.position = 0
-        return [item for item in bad if item[0] >= position]
-
-
-def _chunks(
-    fetcher: Fetcher, order: Order, share: Share, workers: int, timeout: float
-) -> WorkerLoader[Any]:
-    """Return an iterable over the remaining chunks of the epoch, whichever it is at iter()."""
-    # With workers a batch comes in pieces, so that all of them work on the next one. The pieces in
-    # flight add up to one batch, and each costs this process a file descriptor and 2 to 3 ms.
-    pieces = max(1, min(4, _PIECES // max(1, workers)))
-    piece = rows = -(-share.batch_size // share.world_size)
-    if workers:
-        piece = min(rows, max(32, -(-rows // (pieces * workers))))
-    requests = Requests(order, piece, share)
-    return WorkerLoader(fetcher, requests, workers=workers, prefetch=pieces, timeout=timeout)
-
-
-@dataclass
-class _CopyingThread:
-    """The remaining batches of the epoch, whichever it is at iter(), copied by a thread ahead."""
-
-    fetcher: Fetcher
-    order: Order
-    share: Share
-    drop_last: bool
-
-    def __iter__(self) -> Iterator[Chunk]:
-        own = self.share.of(self.share.batch_size)
-        rows = own.stop - own.start
-        requests: Iterable[Request] = Requests(self.order, rows, self.share)
-        if self.drop_last:  # no sample is bad, so the rest of an epoch fills up no batch
-            requests = (request for request in requests if len(request.draws) == rows)
-        return one_ahead(self.fetcher.__getitem__, requests, "megabatch-data")
+    def _advance(self, chunk: Chunk) -> None:
+        """Count a batch's bad samples, and move to the batch after it."""
+        for bad in chunk.bad:
+            self._count(*bad)
+        self._order.position += self.batch_size
+        left = self._order.pairs - self._order.position
+        if left < (self.batch_size if self.drop_last else 1):
+            self._order.end_epoch()
 
 
 def _check_range(name: str, value: int, low: int, high: int | None = None) -> None:

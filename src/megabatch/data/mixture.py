@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from megabatch.data.order import Part
-from megabatch.data.pairs import ArrayDataset, Pair, PairDataset
+from megabatch.data.pairs import ArrayDataset, Pair, PairDataset, ids_of, undecoded
 from megabatch.errors import UsageError, plural
 
 SEPARATOR = "::"
@@ -85,11 +85,20 @@ class MixedPairs:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Pair:
+        source, own = self._find(index)
+        return source[own]
+
+    def undecoded(self, index: int) -> Pair:
+        """Sample `index`, with an EncodedImage instead of an image from a file."""
+        source, own = self._find(index)
+        return undecoded(source)(own)
+
+    def _find(self, index: int) -> tuple[PairDataset, int]:
+        """A sample's source, and its index there."""
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of {len(self)} samples")
         source = int(np.searchsorted(self._ends, index, side="right"))
-        before = int(self._ends[source - 1]) if source else 0
-        return self.sources[source][index - before]
+        return self.sources[source], index - (int(self._ends[source - 1]) if source else 0)
 
 
 class MixedArrays(MixedPairs):
@@ -97,43 +106,31 @@ class MixedArrays(MixedPairs):
 
     def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return images, uint8 (b, channels, height, width)."""
-        found: np.ndarray | None = None
-        for source, rows, own in self._by_source(indices):
-            images = source.arrays(own)
-            if found is None:
-                found = np.empty((len(indices), *images.shape[1:]), images.dtype)
-            found[rows] = images
-        assert found is not None
-        return found
+        return self._from_each(indices, lambda source, own: source.arrays(own))
 
     def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Return their captions."""
-        found = [""] * len(indices)
-        for source, rows, own in self._by_source(indices):
-            for row, caption in zip(rows, source.texts(own), strict=True):
-                found[row] = caption
-        return found
-
-    def _by_source(
-        self, indices: Sequence[int] | np.ndarray
-    ) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
-        """Each source that occurs, its positions in `indices`, and its own indices."""
-        index = np.asarray(indices)
-        source_of = np.searchsorted(self._ends, index, side="right")
-        for number, source in enumerate(self.sources):
-            (rows,) = np.nonzero(source_of == number)
-            if len(rows):
-                yield source, rows, index[rows] - self._ends[number] + len(source)
-
-
-class MixedArraysWithIds(MixedArrays):
-    """`MixedArrays` of sources that know their pairs' ids."""
+        found = self._from_each(indices, lambda source, own: np.array(source.texts(own), object))
+        return list(found)
 
     def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return the pairs' ids, int64 (b,)."""
-        found = np.empty(len(indices), dtype=np.int64)
-        for source, rows, own in self._by_source(indices):
-            found[rows] = source.ids(own)
+        return self._from_each(indices, ids_of)
+
+    def _from_each(
+        self, indices: Sequence[int] | np.ndarray, read: Callable[[Any, np.ndarray], np.ndarray]
+    ) -> np.ndarray:
+        """read(source, indices in it) for the sources that occur, in the order of `indices`."""
+        index = np.asarray(indices)
+        source_of = np.searchsorted(self._ends, index, side="right")
+        starts = [0, *self._ends[:-1]]
+        parts = [
+            read(self.sources[number], index[source_of == number] - starts[number])
+            for number in np.unique(source_of)
+        ]
+        together = np.concatenate(parts)
+        found = np.empty_like(together)
+        found[np.argsort(source_of, kind="stable")] = together
         return found
 
 
@@ -141,13 +138,11 @@ def mix(
     sources: Sequence[PairDataset], names: Sequence[str], factors: Sequence[float] | None = None
 ) -> MixedPairs:
     """Return the mixture of sources, with `arrays` if all have them, of one shape."""
-    kind = MixedPairs
     if all(isinstance(source, ArrayDataset) for source in sources):
         shapes = {source.arrays([0]).shape for source in sources}  # type: ignore[attr-defined]
-        with_ids = [hasattr(source, "ids") for source in sources]
-        if len(shapes) == 1 and (all(with_ids) or not any(with_ids)):
-            kind = MixedArraysWithIds if with_ids[0] else MixedArrays
-    return kind(sources, names, factors)
+        if len(shapes) == 1:
+            return MixedArrays(sources, names, factors)
+    return MixedPairs(sources, names, factors)
 
 
 def parse_factors(text: str) -> list[float]:

@@ -11,18 +11,6 @@ import numpy as np
 from megabatch.data.pairs import PairDataset
 
 
-class Request(NamedTuple):
-    """A request for samples: `draws` stand at `start`, `start + 1`, ... of an epoch's order.
-
-    A draw below the data set's length is the index of a sample. Each further time that an epoch
-    visits the sample, its draw is larger by that length.
-    """
-
-    epoch: int
-    start: int
-    draws: np.ndarray
-
-
 @dataclass(frozen=True)
 class Part:
     """A contiguous part of a data set: its number of samples, and of draws from it in an epoch.
@@ -66,6 +54,11 @@ class Order:
         """Draws in an epoch."""
         return sum(part.drawn for part in self.parts)
 
+    def end_epoch(self) -> None:
+        """Go to the start of the next epoch."""
+        self.epoch += 1
+        self.position = 0
+
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of the order, for JSON."""
         found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed, "shuffle": self.shuffle}
@@ -74,7 +67,11 @@ class Order:
         return found
 
     def draws(self) -> np.ndarray:
-        """Return the draws of the current epoch (see `Request`), int64 (pairs,), all different."""
+        """Return the draws of the current epoch, int64 (pairs,), all different.
+
+        A draw below the data set's length is the index of a sample. Each further time that an
+        epoch visits the sample, its draw is larger by that length.
+        """
         own = [self._draws_of(number, part) for number, part in enumerate(self.parts)]
         if len(own) == 1:
             return own[0]
@@ -115,45 +112,45 @@ def _random(*words: int) -> np.random.RandomState:
     return np.random.RandomState(list(words))
 
 
-@dataclass
-class Share:
-    """The rows of each global batch that one rank takes: contiguous, and as even as possible."""
+class Request(NamedTuple):
+    """A request for samples of an epoch; `draws`: see `Order`."""
 
-    rank: int
-    world_size: int
-    batch_size: int  #: of all ranks
-
-    def of(self, rows: int) -> slice:
-        """This rank's rows of a batch with so many."""
-        bounds = (rows * r // self.world_size for r in (self.rank, self.rank + 1))
-        return slice(*bounds)
+    epoch: int
+    draws: np.ndarray
 
 
 @dataclass
 class Requests:
-    """The rest of the epoch in pieces: the sampler of the loader's DataLoader.
+    """One rank's rows of the epoch's remaining batches, contiguous and as even as possible.
 
     It refers to the order and not to the loader: in a reference cycle, the workers' queues would
     be closed before the workers are asked to end, which then takes 5 s each.
+
+    batch_size: of all ranks; piece: rows in a request, never of two batches.
     """
 
     order: Order
+    batch_size: int
+    rank: int
+    world_size: int
+    drop_last: bool
     piece: int
-    share: Share
 
     def __iter__(self) -> Iterator[Request]:
         epoch, draws = self.order.epoch, self.order.draws()
-        for first, last in self._ranges(len(draws)):
-            for start in range(first, last, self.piece):
-                piece = draws[start : min(start + self.piece, last)]
-                yield Request(epoch, start, piece)
+        end = len(draws) - (self.batch_size - 1 if self.drop_last else 0)
+        for start in range(self.order.position, end, self.batch_size):
+            batch = draws[start : start + self.batch_size]
+            rows = batch[slice(*(len(batch) * r // self.world_size for r in self._ranks))]
+            for first in range(0, len(rows), self.piece):
+                yield Request(epoch, rows[first : first + self.piece])
 
-    def _ranges(self, end: int) -> Iterator[tuple[int, int]]:
-        """The positions in the order that this rank fetches."""
-        start = self.order.position
-        if self.share.world_size == 1:
-            yield start, end
-            return
-        own = self.share.of(self.share.batch_size)
-        for batch in range(start, end - self.share.batch_size + 1, self.share.batch_size):
-            yield batch + own.start, batch + own.stop
+    @property
+    def rows(self) -> int:
+        """This rank's rows of a whole batch."""
+        first, last = (self.batch_size * r // self.world_size for r in self._ranks)
+        return last - first
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        return self.rank, self.rank + 1

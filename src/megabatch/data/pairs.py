@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -89,7 +89,7 @@ class ArrayDataset(PairDataset, Protocol):
     """A source of images of one size that also returns many at once; none of its samples is bad.
 
     It is used so with a transform that has `batch` (see BatchTransform), which is many times faster
-    for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
+    for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,): see `ids_of`.
     """
 
     def arrays(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
@@ -127,29 +127,34 @@ class TextTransform(Protocol):
         ...
 
 
-@runtime_checkable
-class PixelTransform(Protocol):
-    """A transform that also takes an image as an array, which costs less than Pillow's image."""
-
-    def __call__(self, image: Image.Image, /) -> torch.Tensor:
-        """Transform one image."""
-        ...
-
-    def pixels(self, pixels: np.ndarray, /) -> torch.Tensor:
-        """Transform an RGB image, uint8 (height, width, 3), as `__call__` does."""
-        ...
+def ids_of(dataset: ArrayDataset, indices: np.ndarray) -> np.ndarray:
+    """The pairs' ids, int64 (n,): the data set's own, or else their captions'."""
+    if hasattr(dataset, "ids"):
+        own: np.ndarray = dataset.ids(indices)
+        return own
+    return np.array([caption_id(text) for text in dataset.texts(indices)], dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class EncodedImage:
-    """The arguments of `decode_image` for an image file that is to be decoded later."""
+    """An image file in memory; `key` names the sample."""
 
     data: bytes
     key: str
 
     def decode(self) -> Image.Image:
-        """Decode the image; raises BadSample if that fails."""
-        return decode_image(self.data, self.key)
+        """Decode the image, grey ones of 16 bits scaled to 8; raises BadSample if that fails."""
+        with self._damage():
+            image = Image.open(io.BytesIO(self.data))
+            image.load()
+        if image.mode.startswith("I;16"):  # which convert() would clip at 255: white
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return image
+
+    def check(self) -> None:
+        """Read the header with format, size and mode; BadSample for most files with no image."""
+        with self._damage():
+            Image.open(io.BytesIO(self.data)).close()
 
     def pixels(self) -> np.ndarray | None:
         """The pixels of a colour JPEG file, uint8 (height, width, 3); None for any other file.
@@ -165,79 +170,81 @@ class EncodedImage:
         except ValueError:
             return None
 
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """On damaged files Pillow raises nearly every kind of exception: all mean the same."""
+        try:
+            yield
+        except Image.DecompressionBombError as error:
+            limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+            reason = f"image of more than {limit:,} pixels, Pillow's limit"
+            raise BadSample(reason, self.key) from error
+        except Exception as error:
+            raise BadSample("undecodable image", self.key) from error
 
-class UndecodedPairs:
-    """A data set of pairs with an `EncodedImage` instead of each image decoded from a file."""
 
-    def __init__(self, dataset: PairDataset) -> None:
-        self.dataset = dataset
+@dataclass(frozen=True)
+class DeferredImage:
+    """An image to be decoded later, and the seed of its augmentation.
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    image: a file, or an image from a source without files.
+    """
+
+    image: EncodedImage | Image.Image
+    seed: int
+
+    @classmethod
+    def keep(cls, image: EncodedImage | Image.Image) -> DeferredImage:
+        """Replace a transform: keep the image, and the seed that the transform would have had."""
+        if isinstance(image, EncodedImage):
+            image.check()
+        return cls(image, torch.initial_seed())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, or of the pixels."""
+        if isinstance(self.image, EncodedImage):
+            return len(self.image.data)
+        return self.image.width * self.image.height * len(self.image.getbands())
+
+
+class FilePairs(ABC):
+    """A base of sources whose images are files, which can be left undecoded."""
+
+    @abstractmethod
+    def undecoded(self, index: int) -> Pair:
+        """Sample `index`, with an EncodedImage instead of its image."""
 
     def __getitem__(self, index: int) -> Pair:
-        with undecoded():
-            return self.dataset[index]
+        pair = self.undecoded(index)
+        if isinstance(pair.image, EncodedImage):
+            return replace(pair, image=pair.image.decode())
+        return pair
 
 
-def transformed(
-    image: Image.Image | EncodedImage, transform: Callable[[Any], torch.Tensor]
-) -> torch.Tensor:
-    """Transform an image, decoded first if need be; raises BadSample if that fails."""
+def undecoded(dataset: PairDataset) -> Callable[[int], Pair]:
+    """The pairs by index, with an `EncodedImage` instead of each image from a file."""
+    read: Callable[[int], Pair] = getattr(dataset, "undecoded", dataset.__getitem__)
+    return read
+
+
+def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.Tensor:
+    """Transform an image or text; an EncodedImage is decoded; raises BadSample if that fails.
+
+    A transform's method `pixels`, if it has one, gets colour JPEG files as arrays (see
+    `EncodedImage.pixels`), which costs less than Pillow's image.
+    """
     if not isinstance(image, EncodedImage):
         return transform(image)
-    from_array = getattr(transform, "pixels", None)  # isinstance(..., PixelTransform) takes 20 us
+    from_array = getattr(transform, "pixels", None)
     if from_array is None or (pixels := image.pixels()) is None:
         return transform(image.decode())
     return from_array(pixels)
 
 
-_undecoded: ContextVar[bool] = ContextVar("undecoded", default=False)
-
-
-@contextmanager
-def undecoded() -> Iterator[None]:
-    """Within this context `decode_image` returns an `EncodedImage`."""
-    token = _undecoded.set(True)
-    try:
-        yield
-    finally:
-        _undecoded.reset(token)
-
-
 def decode_image(data: bytes, key: str) -> Image.Image:
-    """Decode an image file that is in memory; raises BadSample if that fails.
-
-    Grey images of 16 bits are scaled to 8. Within `undecoded`, the result is an `EncodedImage` if
-    the file begins like an image.
-    """
-    if _undecoded.get():
-        _check_beginning(data, key)
-        return EncodedImage(data, key)  # type: ignore[return-value]
-    try:
-        image = Image.open(io.BytesIO(data))
-        image.load()
-    except Exception as error:
-        raise _bad_image(error, key) from error
-    if image.mode.startswith("I;16"):  # which convert() would clip at 255: white
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    return image
-
-
-def _bad_image(error: Exception, key: str) -> BadSample:
-    """On damaged files Pillow's readers raise nearly every kind of exception: all mean the same."""
-    if isinstance(error, Image.DecompressionBombError):
-        limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-        return BadSample(f"image of more than {limit:,} pixels, Pillow's limit", key)
-    return BadSample("undecodable image", key)
-
-
-def _check_beginning(data: bytes, key: str) -> None:
-    """Read the header with format, size and mode: most files that are not images fail here."""
-    try:
-        Image.open(io.BytesIO(data)).close()
-    except Exception as error:
-        raise _bad_image(error, key) from error
+    """Decode an image file; raises BadSample if that fails."""
+    return EncodedImage(data, key).decode()
 
 
 def clean_caption(caption: Any, key: str, what: str = "caption") -> str:

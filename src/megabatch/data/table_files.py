@@ -3,64 +3,42 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import gzip
+import itertools
+import json
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
 
-from megabatch.data.json_lines import json_names, read_json
 from megabatch.errors import UsageError, one_line, plural
 
 TEXT_TABLES = (".csv", ".tsv")
-#: Field separators of text tables, the most usual first.
-SEPARATORS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a bar"}
 
 _BLOCK = 1 << 24  # bytes of a text table that are parsed at once, and of the longest row
-_OTHER_FORMATS = {
-    b"PAR1": "a Parquet file",
-    b"ARROW1": "an Arrow file",
-    b"PK\x03\x04": "a zip file, as Excel's are",
-    b"\x1f\x8b": "compressed by gzip",
-    b"\xff\xfe": "in UTF-16",
-    b"\xfe\xff": "in UTF-16",
-}
+_LINES_FOR_NAMES = 1_000  # of JSON
+_PIECE = 100_000  # rows of JSON held as Python objects before they are converted to an array
 
 
-class Column(Protocol):
-    """Values by row, with the interface of pyarrow's arrays: `column[row].as_py()`."""
-
-    @property
-    def type(self) -> pa.DataType:
-        """The values' type."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Columns:
+class Columns(NamedTuple):
     """Some columns of a file.
 
     left_out: int64, sorted, the file's rows (from 0) that the columns lack; damage: the same in
     words.
     """
 
-    path: Path
-    by_name: dict[str, Column]
-    left_out: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    damage: list[str] = field(default_factory=list)
+    by_name: dict[str, pa.ChunkedArray]
+    left_out: np.ndarray
+    damage: list[str]
 
-    def key(self, row: int) -> str:
-        """A row's name in messages: its number in the file, from 1, not counting the header."""
-        before = np.searchsorted(self.left_out - np.arange(len(self.left_out)), row, side="right")
-        return f"{self.path.name}:row {row + int(before) + 1}"
+
+class WrongColumns(UsageError):
+    """A table lacks a wanted column, or has two of a name."""
 
 
 def column_names(path: Path, separator: str) -> list[str]:
@@ -69,43 +47,51 @@ def column_names(path: Path, separator: str) -> list[str]:
     Raises:
         UsageError: the file cannot be read.
     """
-    if _is_json(path):
-        return json_names(path)
     try:
         if path.suffix == ".parquet":
             return list(pa.parquet.read_schema(path).names)
         if path.suffix == ".arrow":
-            return list(MappedTable(path).data.column_names)
-        return _header(path, separator)
-    except (OSError, pa.ArrowException, csv.Error, UnicodeEncodeError) as error:
+            return list(_mapped(path).column_names)
+        return _header(path, separator) if path.suffix in TEXT_TABLES else _json_names(path)
+    except (OSError, EOFError, pa.ArrowException, csv.Error, UnicodeEncodeError) as error:
         raise _unreadable(path, error) from error
 
 
 def read_columns(
-    path: Path, names: Sequence[str], separator: str, lists: Sequence[str] = ()
+    path: Path, names: Sequence[str], separator: str = ",", lists: Sequence[str] = ()
 ) -> Columns:
     """Read columns; `lists`: those of JSON lines that may hold lists of texts, and then always do.
 
     Raises:
         UsageError: the file cannot be read.
     """
-    if _is_json(path):
-        values, left_out, damage = read_json(path, names, lists)
-        return Columns(path, dict(values), left_out, damage)
     try:
         if path.suffix == ".arrow":
-            mapped = MappedTable(path)
-            return Columns(path, {name: MappedColumn(mapped, name) for name in names})
+            return _whole(_mapped(path).select(names))
         if path.suffix == ".parquet":
-            table = pa.parquet.read_table(path, columns=list(names))
-            return Columns(path, {name: _one_array(table.column(name)) for name in names})
-        return _read_csv(path, list(names), separator)
+            return _whole(pa.parquet.read_table(path, columns=list(names)))
+        if path.suffix in TEXT_TABLES:
+            return _read_csv(path, list(names), separator)
+        return _read_json(path, names, lists)
     except (OSError, pa.ArrowException, UnicodeEncodeError) as error:
         raise _unreadable(path, error) from error
 
 
-def _is_json(path: Path) -> bool:
-    return path.name.endswith((".jsonl", ".jsonl.gz"))
+def _whole(table: pa.Table) -> Columns:
+    by_name = dict(zip(table.column_names, table.columns, strict=True))
+    return Columns(by_name, np.zeros(0, dtype=np.int64), [])
+
+
+def _mapped(path: Path) -> pa.Table:
+    """A memory-mapped Arrow file, in the stream or the file format.
+
+    A data set may be larger than memory, and processes share it.
+    """
+    source = pa.memory_map(str(path))
+    is_file_format = source.read(6) == b"ARROW1"
+    source.seek(0)
+    reader = pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)
+    return reader.read_all()
 
 
 def _unreadable(path: Path, error: Exception) -> UsageError:
@@ -114,19 +100,19 @@ def _unreadable(path: Path, error: Exception) -> UsageError:
     return UsageError(f"cannot read {path}: {one_line(error)}")
 
 
+# Text tables.
+
+
 def _header(path: Path, separator: str) -> list[str]:
     """The first non-blank line of a text table, which pyarrow's reader takes as the header."""
-    with path.open("rb") as file:
-        beginning = file.read(8)
-    for magic, kind in _OTHER_FORMATS.items():
-        if beginning.startswith(magic):
-            raise UsageError(f"cannot read {path}: it is {kind}; expected a text table in UTF-8")
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=separator)), None)
     if names is None:
         raise UsageError(f"cannot read {path}: the file is empty ({path.stat().st_size} bytes)")
+    if any(letter == "\ufffd" or letter < "\t" for letter in "".join(names)):
+        raise UsageError(f"cannot read {path}: expected a text table in UTF-8")
     if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1 and name]:
-        raise UsageError(f"{path} has more than one column {twice[0]!r}")
+        raise WrongColumns(f"{path} has more than one column {twice[0]!r}")
     return names
 
 
@@ -146,9 +132,9 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
                 delimiter=separator, newlines_in_values=True, invalid_row_handler=skip
             ),
             convert_options=pa.csv.ConvertOptions(
-                column_types={name: pa.large_string() for name in names},
+                column_types={name: pa.string() for name in names},
                 include_columns=names,
-                check_utf8=False,  # a bad byte costs its row, not the file: see TablePairs
+                check_utf8=False,  # a bad byte costs its row, not the file: see Table
             ),
         )
     except pa.ArrowInvalid as error:
@@ -164,7 +150,7 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
         damage.append(
             f"{path}: {plural(len(malformed), 'row')} left out, the first (row {first.number - 1}) "
             f"has {plural(first.actual_columns, 'field')} instead of {first.expected_columns}: "
-            f"{_start(first)}"
+            f"{_start(first.text)}"
         )
     if lost := _swallowed(path, table, separator):
         damage.append(
@@ -173,8 +159,7 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
         )
         table = table.slice(0, table.num_rows - 1)
     left_out = np.array([row.number - 2 for row in malformed], dtype=np.int64)
-    columns = {name: _one_array(table.column(name)) for name in names}
-    return Columns(path, columns, left_out, damage)
+    return Columns(_whole(table).by_name, left_out, damage)
 
 
 def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
@@ -189,61 +174,100 @@ def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
     return 0 if closed else lines
 
 
-def _start(row: Any) -> str:
+def _start(text: str) -> str:
     """The beginning of a malformed row, which shows best where a quote has swallowed lines."""
-    lines = row.text.count("\n")
-    text = repr(row.text[:40] + ("..." if len(row.text) > 40 else ""))
-    return f"{text}, over {lines + 1} lines" if lines else text
+    lines, start = text.count("\n"), repr(text[:40] + ("..." if len(text) > 40 else ""))
+    return f"{start}, over {lines + 1} lines" if lines else start
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    """Combine a column's chunks for constant-time access to rows, also beyond 2 GiB."""
-    column = column.cast(_wide(column.type))  # the others have 32-bit offsets
-    joined = column.combine_chunks()
-    return joined.combine_chunks() if isinstance(joined, pa.ChunkedArray) else joined
+# JSON lines. They are parsed one by one, so that a bad line costs no other. pyarrow's reader is
+# three times faster, but stops at the first bad line, and a line `null` crashes it (version 26).
 
 
-def _wide(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_wide(field.type)) for field in kind])
-    return {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}.get(kind, kind)
+def _json_names(path: Path) -> list[str]:
+    """The names in the first thousand lines, in order of appearance."""
+    names: dict[str, None] = {}
+    why = "no line in it"
+    for number, row in itertools.islice(_json_objects(path), _LINES_FOR_NAMES):
+        if isinstance(row, str):
+            why = f"line {number}: {row}"
+        else:
+            names.update(dict.fromkeys(row))
+    if not names:
+        raise UsageError(f"cannot read {path}: expected a JSON object in each line; {why}")
+    return list(names)
 
 
-class MappedColumn:
-    """A column of a memory-mapped file; only the path and the name are pickled."""
+def _read_json(path: Path, names: Sequence[str], lists: Sequence[str]) -> Columns:
+    """Read columns of texts.
 
-    def __init__(self, table: MappedTable, name: str) -> None:
-        self._arguments = table, name
-        self._values: pa.ChunkedArray = table.data.column(name)
-
-    @property
-    def type(self) -> pa.DataType:
-        """The values' type."""
-        return self._values.type
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __getitem__(self, row: int) -> Any:
-        return self._values[row]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MappedColumn, self._arguments
-
-
-class MappedTable:
-    """A memory-mapped Arrow file, in the stream or the file format.
-
-    A data set may be larger than memory, and processes share it.
+    A name that a line lacks is null there. A line is left out if it is not an object or holds
+    anything but a text or a number under a name; so is everything after damage to the compression.
     """
+    kinds = {name: pa.list_(pa.string()) if name in lists else pa.string() for name in names}
+    pieces: dict[str, list[pa.Array]] = {name: [pa.array([], kinds[name])] for name in names}
+    kept: list[int] = []
+    bad: list[str] = []
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        source = pa.memory_map(str(path))
-        is_file_format = source.read(6) == b"ARROW1"
-        source.seek(0)
-        reader = pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)
-        self.data: pa.Table = reader.read_all()
+    def rows() -> Iterator[dict[str, Any]]:
+        for number, row in _json_objects(path):
+            try:
+                if isinstance(row, str):
+                    raise ValueError(row)
+                texts = {name: _texts(row.get(name), name, name in lists) for name in names}
+            except ValueError as error:
+                bad.append(f"line {number}: {error}")
+                continue
+            kept.append(number)
+            yield texts
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MappedTable, (self.path,)
+    coming = rows()
+    while piece := list(itertools.islice(coming, _PIECE)):
+        for name in names:
+            pieces[name].append(pa.array([row[name] for row in piece], kinds[name]))
+    by_name = {name: pa.chunked_array(arrays, kinds[name]) for name, arrays in pieces.items()}
+    left_out = np.setdiff1d(np.arange(1, kept[-1] if kept else 0), kept) - 1
+    if not bad:
+        return Columns(by_name, left_out, [])
+    damage = f"{path}: {plural(len(bad), 'line')} left out, the first is {bad[0]}"
+    if bad[1:] and "breaks off" in bad[-1]:
+        damage += f", the last is {bad[-1]}"
+    return Columns(by_name, left_out, [damage])
+
+
+def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Each line's number, from 1, and its object, or what is wrong with it."""
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except (ValueError, RecursionError):
+                    row = None
+                yield number, row if isinstance(row, dict) else "no JSON object"
+    except (OSError, EOFError, zlib.error) as error:
+        if number == 0:
+            raise
+        yield number + 1, f"breaks off: {one_line(error)}"
+
+
+def _texts(value: Any, name: str, is_list: bool) -> Any:
+    """A value as a text, a number in its notation, as in CSV; or as a list of texts."""
+    if value is None:
+        return None
+    if is_list:
+        values = value if isinstance(value, list) else [value]
+        return [_texts(one, name, False) for one in values]
+    if isinstance(value, str) and value.isascii():
+        return value
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise ValueError(f"{name!r} holds {type(value).__name__}, not a text")
+    text = str(value)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair
+        raise ValueError(f"{name!r} is not Unicode text") from error
+    return text

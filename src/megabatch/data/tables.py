@@ -12,12 +12,11 @@ import numpy as np
 import pyarrow as pa
 
 from megabatch.data.image_files import ImageFiles
-from megabatch.data.pairs import BadSample, Pair, clean_caption, decode_image
+from megabatch.data.pairs import BadSample, EncodedImage, FilePairs, Pair, clean_caption
 from megabatch.data.table_files import (
-    SEPARATORS,
     TEXT_TABLES,
-    Column,
     Columns,
+    WrongColumns,
     column_names,
     read_columns,
 )
@@ -30,6 +29,9 @@ CAPTION_COLUMNS = ("title", "caption", "text")
 QUERY_COLUMNS = ("query", "anchor", "question", "sentence1")
 POSITIVE_COLUMNS = ("positive", "answer", "sentence2", *CAPTION_COLUMNS)
 _NEGATIVE_COLUMN = re.compile(r"negatives?|negative_\d+")
+_OPTIONS = {"image": "--csv-img-key", "query": "--csv-query-key", "caption": "--csv-caption-key"}
+#: Field separators of text tables, the most usual first.
+SEPARATORS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a bar"}
 
 First = Literal["image", "text"]
 
@@ -56,41 +58,72 @@ class Wanted:
 class Table:
     """The wanted columns of a table.
 
-    first: the kind of values in the column `firsts`; notes: for the user, on how it was read;
-    negatives: columns of texts or of lists of texts.
+    first: the kind of values in the column `first_name`; notes: for the user, on how it was read;
+    negatives: names of columns of texts or of lists of texts. An Arrow file is mapped anew where
+    the table is unpickled.
     """
 
-    columns: Columns
+    path: Path
     first: First
-    firsts: Column
-    captions: Column
+    first_name: str
+    caption_name: str
+    negatives: list[str]
     notes: list[str]
-    negatives: Sequence[Column] = ()
+    columns: Columns
 
     def __len__(self) -> int:
-        return len(self.captions)
+        return len(self.columns.by_name[self.caption_name])
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.path.suffix != ".arrow":
+            return self.__dict__
+        return {**self.__dict__, "columns": list(self.columns.by_name)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if state["path"].suffix == ".arrow":
+            state["columns"] = read_columns(state["path"], state["columns"])
+        self.__dict__.update(state)
+
+    def key(self, row: int) -> str:
+        """A row's name in messages: its number in the file, from 1, not counting the header."""
+        left_out = self.columns.left_out
+        before = np.searchsorted(left_out - np.arange(len(left_out)), row, side="right")
+        return f"{self.path.name}:row {row + int(before) + 1}"
 
     def first_of(self, row: int) -> Any:
         """The image or first text; BadSample if it cannot be read."""
-        return self._value(self.firsts, row)
+        return self._value(self.first_name, row)
 
     def caption_of(self, row: int) -> Any:
         """The caption, or the list of them; BadSample if it cannot be read."""
-        return self._value(self.captions, row)
+        return self._value(self.caption_name, row)
 
     def negatives_of(self, row: int) -> tuple[str, ...]:
         """The row's negatives without empty ones; BadSample if they cannot be read."""
         found: list[Any] = []
-        for column in self.negatives:
-            value = self._value(column, row)
+        for name in self.negatives:
+            value = self._value(name, row)
             found += value if isinstance(value, list) else [value]
         return tuple(text.strip() for text in found if text and text.strip())
 
-    def _value(self, column: Column, row: int) -> Any:
+    def look_at_images(self, files: ImageFiles) -> list[str]:
+        """`ImageFiles.look` for the table's images, if they are files."""
+
+        def name_of(row: int) -> Any:
+            try:
+                return self.first_of(row)
+            except BadSample:
+                return None
+
+        if not _is_text(self.columns.by_name[self.first_name].type):
+            return []
+        return files.look(len(self), name_of, self.key, self.path)
+
+    def _value(self, name: str, row: int) -> Any:
         try:
-            return column[row].as_py()
+            return self.columns.by_name[name][row].as_py()
         except UnicodeDecodeError as error:
-            raise BadSample("text is not UTF-8", self.columns.key(row)) from error
+            raise BadSample("text is not UTF-8", self.key(row)) from error
 
 
 def open_table(path: Path, wanted: Wanted) -> Table:
@@ -106,24 +139,22 @@ def open_table(path: Path, wanted: Wanted) -> Table:
     given = None if wanted.separator is None else wanted.separator.replace("\\t", "\t")
     if given is not None and len(given.encode()) != 1:
         raise UsageError(f"--csv-separator {given!r}: expected one character")
-    separator = given or ("\t" if path.suffix == ".tsv" else ",")
-    notes: list[str] = []
-    try:
-        first, name, caption = _choose_columns(column_names(path, separator), wanted, path)
-    except _MissingColumn:
-        if path.suffix not in TEXT_TABLES or given is not None:
-            raise
-        for separator in SEPARATORS:
-            try:
-                chosen = _choose_columns(column_names(path, separator), wanted, path)
-            except UsageError:
-                continue
-            first, name, caption = chosen
-            notes.append(f"{path} is read with {SEPARATORS[separator]} between its fields")
+    usual = given or ("\t" if path.suffix == ".tsv" else ",")
+    others = SEPARATORS if path.suffix in TEXT_TABLES and given is None else ()
+    wrong: WrongColumns | None = None
+    for separator in dict.fromkeys([usual, *others]):
+        try:
+            present = column_names(path, separator)
+            first, name, caption, negatives = _choose(present, wanted, path)
             break
-        else:
-            raise
-    negatives = _choose_negatives(column_names(path, separator), wanted, path)
+        except WrongColumns as error:
+            wrong = wrong or error
+    else:
+        assert wrong is not None
+        raise wrong
+    notes = []
+    if separator != usual:
+        notes.append(f"{path} is read with {SEPARATORS[separator]} between its fields")
     if negatives and not wanted.negatives:
         notes.append(
             f"{path} has negatives ({', '.join(map(repr, negatives))}), which are not used: "
@@ -134,15 +165,12 @@ def open_table(path: Path, wanted: Wanted) -> Table:
     lists = [caption, *negatives] if wanted.lists else negatives
     read = list(dict.fromkeys([name, caption, *negatives]))
     columns = read_columns(path, read, separator, lists)
-    firsts, captions = columns.by_name[name], columns.by_name[caption]
-    _check_type(firsts.type, first, path, name)
-    _check_type(captions.type, "text", path, caption, wanted.lists)
     if wanted.negatives is None:
-        negatives = [one for one in negatives if _holds_texts(columns.by_name[one].type, True)]
-    for one in negatives:
-        _check_type(columns.by_name[one].type, "text", path, one, lists=True)
-    of_negatives = [columns.by_name[one] for one in negatives]
-    return Table(columns, first, firsts, captions, notes, of_negatives)
+        negatives = [n for n in negatives if _holds_texts(columns.by_name[n].type, lists=True)]
+    for column in [name, caption, *negatives]:
+        what = first if column == name else "text"
+        _check_type(columns.by_name[column].type, what, path, column, column in lists)
+    return Table(path, first, name, caption, negatives, notes, columns)
 
 
 def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
@@ -150,13 +178,13 @@ def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
     return UsageError("; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *damage]))
 
 
-class TablePairs:
+class TablePairs(FilePairs):
     """Pairs in the rows of tables: of an image and a caption, or of two texts.
 
     The image column holds paths: absolute, or relative to the table's folder or, if there is no
     such file, to the working directory. In Parquet and Arrow it may also hold the image files'
-    bytes, plain or in Hugging Face's struct {bytes, path}. The two columns are kept in memory, so
-    image bytes should fit there; Arrow files are memory-mapped instead.
+    bytes, plain or in Hugging Face's struct {bytes, path}. The columns are kept in memory, so image
+    bytes should fit there; Arrow files are memory-mapped instead.
 
     A CSV row with too many or too few fields and a line that is not a JSON object are left out and
     counted in `damage`. A row whose image is missing or cannot be decoded, or whose caption or
@@ -210,133 +238,98 @@ class TablePairs:
         for table in tables:
             if table.first != self.first:
                 raise UsageError(
-                    f"{tables[0].columns.path} has {self.first}s with texts, but "
-                    f"{table.columns.path} {table.first}s"
+                    f"{tables[0].path} has {self.first}s with texts, but "
+                    f"{table.path} {table.first}s"
                 )
         self.damage = [line for table in tables for line in table.columns.damage]
         self.notes = [line for table in tables for line in table.notes]
         self._tables = tables
-        self._files = [ImageFiles.beside(table.columns.path) for table in tables]
+        self._files = [ImageFiles.beside(table.path) for table in tables]
         # The end of each table's rows, in the numbering over all tables.
         self._ends = np.cumsum([len(table) for table in tables])
         if len(self) == 0:
-            raise no_rows([table.columns.path for table in tables], self.damage)
+            raise no_rows([table.path for table in tables], self.damage)
         if self.first == "image":
             for table, files in zip(tables, self._files, strict=True):
-                self.notes += look_at_images(table, files)
+                self.notes += table.look_at_images(files)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Pair:
+    def undecoded(self, index: int) -> Pair:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of {len(self)} samples")
         number = int(np.searchsorted(self._ends, index, side="right"))
         row = index - (int(self._ends[number - 1]) if number else 0)
         table = self._tables[number]
-        key = table.columns.key(row)
+        key = table.key(row)
         caption = clean_caption(table.caption_of(row), key)
         first = table.first_of(row)
         negatives = table.negatives_of(row)
         if self.first == "text":
             return Pair(clean_caption(first, key, "query"), caption, key, None, negatives)
-        image = decode_image(self._files[number].read(first, key), key)
+        image: Any = EncodedImage(self._files[number].read(first, key), key)
         return Pair(image, caption, key, None, negatives)
 
 
-def look_at_images(table: Table, files: ImageFiles) -> list[str]:
-    """`ImageFiles.look` for a table's images, if they are files."""
+def _choose(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str, str, list[str]]:
+    """The kind of a table's first elements, and the columns of these, captions and negatives."""
+    there = f"its columns are {', '.join(map(repr, present))}"
 
-    def name_of(row: int) -> Any:
-        try:
-            return table.first_of(row)
-        except BadSample:
-            return None
-
-    if not is_text(table.firsts.type):
-        return []
-    return files.look(len(table), name_of, table.columns.key, table.columns.path)
-
-
-class _MissingColumn(UsageError):
-    """A table lacks a wanted column."""
-
-
-def _choose_columns(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str, str]:
-    """The kind of a table's first elements, their column, and the captions' column."""
-    first, name = _choose_first(wanted, present, path)
-    usual = CAPTION_COLUMNS if first == "image" else POSITIVE_COLUMNS
-    return first, name, _choose(wanted.caption, usual, present, path, "caption")
-
-
-def _choose_first(wanted: Wanted, present: list[str], path: Path) -> tuple[First, str]:
-    if wanted.query is not None:
-        return "text", _choose(wanted.query, (), present, path, "query")
-    images = set(IMAGE_COLUMNS) & set(present)
-    queries = [name for name in QUERY_COLUMNS if name in present]
-    if wanted.image is None and queries and not images:
-        return "text", queries[0]
-    if wanted.image is None and not images:
-        raise _MissingColumn(
-            f"{path} has no image column {_or(IMAGE_COLUMNS)} and no query column "
-            f"{_or(QUERY_COLUMNS)}; {_present(present)} (--csv-img-key or --csv-query-key names it)"
+    def choose(what: str, asked: str | None, usual: Sequence[str]) -> str:
+        names = usual if asked is None else (asked,)
+        for name in names:
+            if name in present:
+                return name
+        raise WrongColumns(
+            f"{path} has no {what} column {_or(names)}; {there} ({_OPTIONS[what]} names it)"
         )
-    return "image", _choose(wanted.image, IMAGE_COLUMNS, present, path, "image")
 
-
-def _choose_negatives(present: list[str], wanted: Wanted, path: Path) -> list[str]:
-    """The columns of negatives; there may be none unless they are wanted."""
-    if wanted.negative is None:
-        found = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)]
-        missing = ["negative"] if wanted.negatives and not found else []
+    first: First = "image"
+    queries = [name for name in QUERY_COLUMNS if name in present]
+    has_images = wanted.image is not None or not set(IMAGE_COLUMNS).isdisjoint(present)
+    if wanted.query is not None or (queries and not has_images):
+        first = "text"
+        name = choose("query", wanted.query, queries)
+    elif not has_images:
+        raise WrongColumns(
+            f"{path} has no image column {_or(IMAGE_COLUMNS)} and no query column "
+            f"{_or(QUERY_COLUMNS)}; {there} (--csv-img-key or --csv-query-key names it)"
+        )
     else:
-        found = [name.strip() for name in wanted.negative.split(",")]
-        missing = [name for name in found if name not in present]
+        name = choose("image", wanted.image, IMAGE_COLUMNS)
+    usual = CAPTION_COLUMNS if first == "image" else POSITIVE_COLUMNS
+    caption = choose("caption", wanted.caption, usual)
+    negatives = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)]
+    missing = [] if negatives or not wanted.negatives else ["negative"]
+    if wanted.negative is not None:
+        negatives = [name.strip() for name in wanted.negative.split(",")]
+        missing = [name for name in negatives if name not in present]
     if missing:
-        raise _MissingColumn(
-            f"{path} has no column of negatives {_or(missing)}; {_present(present)} "
+        raise WrongColumns(
+            f"{path} has no column of negatives {_or(missing)}; {there} "
             "(--csv-negative-key names it)"
         )
-    return found
-
-
-def _choose(
-    wanted: str | None, usual: Sequence[str], present: list[str], path: Path, what: str
-) -> str:
-    candidates = [wanted] if wanted is not None else usual
-    for name in candidates:
-        if name in present:
-            return name
-    option = {"image": "--csv-img-key", "query": "--csv-query-key"}.get(what, "--csv-caption-key")
-    raise _MissingColumn(
-        f"{path} has no {what} column {_or(candidates)}; {_present(present)} ({option} names it)"
-    )
-
-
-def _present(names: list[str]) -> str:
-    return f"its columns are {', '.join(map(repr, names))}"
+    return first, name, caption, negatives
 
 
 def _or(names: Sequence[str]) -> str:
     return " or ".join(map(repr, names))
 
 
-def is_text(kind: pa.DataType) -> bool:
-    """Whether a column holds texts."""
+def _is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
-    return bool(
-        pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
-    )
+    return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
 def _holds_texts(kind: pa.DataType, lists: bool) -> bool:
     if lists and (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         kind = kind.value_type
-    return is_text(kind) or pa.types.is_null(kind)
+    return _is_text(kind) or pa.types.is_null(kind)
 
 
-def _check_type(kind: pa.DataType, what: First, path: Path, name: str, lists: bool = False) -> None:
+def _check_type(kind: pa.DataType, what: First, path: Path, name: str, lists: bool) -> None:
     images = (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary)
     if _holds_texts(kind, lists) or (what == "image" and any(holds(kind) for holds in images)):
         return

@@ -8,12 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 #: Seconds of waiting after which DataLoader checks that its processes are alive.
@@ -23,64 +24,78 @@ _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 _MAPPED_FROM = 2**20  # bytes
 
 
-class WorkerLoader(DataLoader[T]):
-    """`dataset[item]` for each item of a sampler, computed by worker processes.
+class WorkerLoader(Generic[T]):
+    """make(item) for each of some items, by worker processes that persist from loop to loop.
 
     It notices within 5 s that one of its processes is gone. A plain DataLoader only checks when its
     timeout is over, which may be ten minutes: the signal that would tell it at once reaches the
     main thread alone, and has no effect if somebody else has asked for the process's exit status.
 
     Args:
-        dataset: a map from the sampler's items, which need not be numbers.
-        sampler: iterated anew at each iter().
-        workers: processes; 0: none, the items are computed in this one. Otherwise they start at
-            iter(), not with the first next(), and persist.
+        make: what the processes do.
+        items: iterated anew in each loop.
+        workers: processes, at least 1.
         prefetch: items in flight per worker.
         timeout: seconds without a result after which iterating raises a RuntimeError; 0: no limit.
     """
 
     def __init__(
-        self, dataset: Any, sampler: Iterable[Any], *, workers: int, prefetch: int, timeout: float
+        self,
+        make: Callable[[S], T],
+        items: Iterable[S],
+        *,
+        workers: int,
+        prefetch: int,
+        timeout: float,
     ) -> None:
-        super().__init__(
-            dataset,
-            sampler=sampler,
+        self.loader: DataLoader[Any] = DataLoader(
+            _Made(make),  # type: ignore[arg-type]
+            sampler=items,
             batch_size=None,
             collate_fn=_unchanged,
             num_workers=workers,
-            persistent_workers=workers > 0,
-            prefetch_factor=prefetch if workers else None,
+            persistent_workers=True,
+            prefetch_factor=prefetch,
             timeout=min(timeout, CHECK_INTERVAL),
             worker_init_fn=begin_worker,
             # Its own: otherwise each epoch would draw a number from the trainer's generator.
             generator=torch.Generator(),
         )
-        self._timeout = timeout
+        self.timeout = timeout
 
-    def __iter__(self) -> Iterator[T]:  # type: ignore[override]
-        return self.until(threading.Event())
+    def run(self, stop: threading.Event | None = None) -> Iterator[T]:
+        """The results in order; the processes start here, not with the first next().
 
-    def until(self, stop: threading.Event) -> Iterator[T]:
-        """As iter(), but end early if `stop` is set: after the next item, or within 5 s."""
-        return _within(super().__iter__(), self._timeout, stop)
+        If `stop` is set, they end early: after the next one, or within 5 s.
+        """
+        return self._within(iter(self.loader), stop or threading.Event())
+
+    def _within(self, results: Iterator[T], stop: threading.Event) -> Iterator[T]:
+        end = time.monotonic() + self.timeout
+        while not stop.is_set():
+            try:
+                result = next(results)
+            except StopIteration:
+                return
+            except RuntimeError as error:
+                if "timed out" not in str(error):
+                    raise
+                if time.monotonic() >= end and not stop.is_set():
+                    raise
+            else:
+                yield result
+                del result  # before waiting for the next one
+                end = time.monotonic() + self.timeout
 
 
-def _within(items: Iterator[T], timeout: float, stop: threading.Event) -> Iterator[T]:
-    end = time.monotonic() + timeout
-    while not stop.is_set():
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except RuntimeError as error:
-            if "timed out" not in str(error):
-                raise
-            if time.monotonic() >= end and not stop.is_set():
-                raise
-        else:
-            yield item
-            del item  # before waiting for the next one
-            end = time.monotonic() + timeout
+class _Made(Generic[S, T]):
+    """A function as a map, which DataLoader takes."""
+
+    def __init__(self, make: Callable[[S], T]) -> None:
+        self.make = make
+
+    def __getitem__(self, item: S) -> T:
+        return self.make(item)
 
 
 def _unchanged(item: Any) -> Any:
@@ -88,9 +103,15 @@ def _unchanged(item: Any) -> Any:
 
 
 def begin_worker(worker: int) -> None:
-    """Prepare a worker process: its signals and its memory."""
+    """Prepare a worker process: its signals and its memory.
+
+    Freed memory returns to the system if glibc maps each large block by itself. By default it soon
+    takes blocks of up to 32 MiB from its heap, where smaller ones that live on keep it from
+    shrinking: workers that stack 32 images of 224² pixels grew to 1 GB each.
+    """
     _leave_signals_to_the_parent()
-    _return_freed_memory()
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
 
 
 def _leave_signals_to_the_parent() -> None:
@@ -111,13 +132,3 @@ def _end_on_sigterm_of(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
-
-
-def _return_freed_memory() -> None:
-    """Let glibc map each large block by itself, so that freeing it returns it to the system.
-
-    By default it soon takes blocks of up to 32 MiB from its heap, where smaller ones that live on
-    keep it from shrinking: workers that stack 32 images of 224² pixels grew to 1 GB each.
-    """
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)

@@ -11,8 +11,7 @@ from typing import Any
 
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, decode_image
-from megabatch.data.table_files import Column, MappedColumn
-from megabatch.data.tables import Table, Wanted, is_text, look_at_images, no_rows, open_table
+from megabatch.data.tables import Table, Wanted, no_rows, open_table
 from megabatch.errors import UsageError, naming, one_line, plural
 from megabatch.evaluation.caption_texts import clean_captions, some_are_empty
 from megabatch.evaluation.samples import Captions, Sample
@@ -22,7 +21,7 @@ from megabatch.evaluation.samples import Captions, Sample
 class ListedImage:
     """An image with all captions that a table or JSON file has for it.
 
-    image: a path, a file's bytes, or the cell of an Arrow file that has either; files: reads it.
+    image: a path, or the cell of a table that has a file's bytes; files: reads it.
     """
 
     image: Any
@@ -48,21 +47,21 @@ class ListedImages:
     def __getitem__(self, index: int) -> Sample[Captions]:
         listed = self.images[index]
         captions = clean_captions(listed.captions, listed.key)
-        image = listed.image.read() if isinstance(listed.image, _ArrowCell) else listed.image
+        image = listed.image.read() if isinstance(listed.image, _Cell) else listed.image
         data = listed.files.read(image, listed.key)
         return Sample(decode_image(data, listed.key), captions, listed.key)
 
 
 @dataclass(frozen=True, eq=False)
-class _ArrowCell:
-    """An image in a memory-mapped Arrow file, read on access."""
+class _Cell:
+    """An image in a table, read on access: an Arrow file may be larger than memory."""
 
-    column: Column
+    table: Table
     row: int
 
     def read(self) -> Any:
         """Return the bytes, or the struct that holds them."""
-        return self.column[self.row].as_py()
+        return self.table.first_of(self.row)
 
 
 # Tables.
@@ -96,7 +95,7 @@ def open_tables(
         files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
         left_out = _join_rows(table, files, found)
         damage += table.columns.damage + left_out
-        notes += table.notes + (look_at_images(table, files) if len(table) else [])
+        notes += table.notes + (table.look_at_images(files) if len(table) else [])
     images = list(found.values())
     if not images:
         raise no_rows(paths, damage)
@@ -114,11 +113,9 @@ def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -
     `found`: the images of the tables so far, in order of first use. The same name is the same image
     if it is searched for in the same folders.
     """
-    column = table.firsts
-    is_mapped = isinstance(column, MappedColumn) and not is_text(column.type)
     bad: list[BadSample] = []
     for row in range(len(table)):
-        key = table.columns.key(row)
+        key = table.key(row)
         try:
             image = _path_or_bytes(table.first_of(row))
             value = table.caption_of(row)
@@ -130,14 +127,14 @@ def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -
         elif image:
             same = sha256(image).digest()
         else:  # stays a sample of its own, to be counted as one that is missing
-            same = (table.columns.path, row)
-        own = _ArrowCell(column, row) if is_mapped else image
+            same = (table.path, row)
+        own = _Cell(table, row) if isinstance(image, bytes) else image
         listed = found.setdefault(same, ListedImage(own, [], key, files))
         listed.captions.extend(value if isinstance(value, list) else [value])
     if not bad:
         return []
     return [
-        f"{table.columns.path}: {plural(len(bad), 'row')} left out, the first is {bad[0].key}: "
+        f"{table.path}: {plural(len(bad), 'row')} left out, the first is {bad[0].key}: "
         f"{bad[0].reason}"
     ]
 

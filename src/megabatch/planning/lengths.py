@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megabatch.data.late import UndecodedPairs
-from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.data.pairs import BadSample, PairDataset, undecoded
 from megabatch.gradient_cache.by_length import equal_token_runs, growth
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
@@ -72,10 +71,10 @@ def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -
     """The lengths of texts spread evenly over a data set, of the towers that take them cut."""
     if not towers.lengths:
         return TextLengths()
-    pairs, found = UndecodedPairs(dataset), []
+    read, found = undecoded(dataset), []
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
         with contextlib.suppress(BadSample):
-            found.append(pairs[int(index)])
+            found.append(read(int(index)))
     made: dict[Tower, list[int]] = {}
     for tower, lengths in towers.lengths.items():
         if not found:
