@@ -244,7 +244,7 @@ def table(text: str, files: Mapping[str, Record]) -> str:
     for row, cells in ((row, rows[row]) for row in shown):
         lines.append([row, *(cell(form, cells[t]) if t in cells else "-" for t, form in forms)])
     links = ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in names)
-    body = [f"| {' | '.join(line)} |" for line in lines]
+    body = [f"|{'|'.join(line)}|" for line in lines]
     return "\n".join([*body, "", f"Records: {links}."])
 
 
