@@ -46,7 +46,7 @@ from machinery.study_plan import Found, Record, Series
 from machinery.study_runs import Run, chance, train_and_evaluate
 from machinery.study_summary import table
 from megabatch import files
-from megabatch.benchmarking.records import command_line, commit, machine, versions
+from megabatch.benchmarking.records import command_line, environment
 
 SIZES = {
     "icons": (1024, 2048, 4096, 8192, 16384, 32768),
@@ -70,9 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     content |= {
         "command": command_line(options.output),
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
+        **environment(),
         "series": _merged(content["series"], plan),
     }
     Study(options, plan, content, found).work()

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from megabatch.benchmarking.records import machine, versions
+from megabatch.benchmarking.records import environment
 
 
 def peak_bytes() -> int:
@@ -58,7 +58,7 @@ def main() -> None:
     }
     command = shlex.join(["python", "benchmarks/cpu_memory.py", *sys.argv[1:]])
     content = {
-        "command": command, "machine": machine(), "versions": versions(), "records": [record]
+        "command": command, **environment(), "records": [record]
     }  # fmt: skip
     options.output.write_text(json.dumps(content, indent=1) + "\n")
     print(record)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import megabatch as mb
-from megabatch.benchmarking.records import machine, versions
+from megabatch.benchmarking.records import environment
 
 
 class Tower(nn.Module):
@@ -139,7 +139,7 @@ def main() -> None:
     if options.output:
         command = shlex.join(["python", "benchmarks/gradient_caching.py", *sys.argv[1:]])
         content = {
-            "command": command, "machine": machine(), "versions": versions(), "records": [record]
+            "command": command, **environment(), "records": [record]
         }  # fmt: skip
         options.output.write_text(json.dumps(content, indent=1) + "\n")
 

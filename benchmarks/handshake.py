@@ -48,8 +48,7 @@ def main() -> None:
     if group.rank() == 0:
         content = {
             "command": records.command_line(options.output) if options.output else "",
-            "machine": records.machine(),
-            "versions": records.versions(),
+            **records.environment(),
             "processes": group.size(),
             "bytes": SIZE,
             "kinds": {name: type(channel).__name__ for name, channel in channels.items()},

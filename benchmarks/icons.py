@@ -34,7 +34,7 @@ import torch
 
 from machinery.icon_set import write_icons
 from machinery.iconify import open_package
-from megabatch.benchmarking.records import command_line, machine, versions
+from megabatch.benchmarking.records import command_line, environment
 from megabatch.config.settings import resolve_device
 from megabatch.data.grey import IMAGES, GreyPairs
 from megabatch.evaluation.captions import CaptionedPairs
@@ -58,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         content: dict[str, Any] = {
             "command": command_line(options.output),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
-            "versions": versions(),
+            **environment(),
             "data": prepare(options, folder / "icons"),
             "records": [],
         }

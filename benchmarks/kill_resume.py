@@ -28,7 +28,7 @@ import numpy as np
 from PIL import Image
 
 from machinery.ranks import free_port
-from megabatch.benchmarking.records import machine, versions
+from megabatch.benchmarking.records import environment
 
 # The program, which also records the samples of each step on each process.
 _PROGRAM = """
@@ -82,7 +82,7 @@ def main() -> int:
         }
     command = shlex.join(["python", "benchmarks/kill_resume.py", *sys.argv[1:]])
     content = {
-        "command": command, "machine": machine(), "versions": versions(), "records": [record]
+        "command": command, **environment(), "records": [record]
     }  # fmt: skip
     if options.output is not None:
         options.output.write_text(json.dumps(content, indent=1) + "\n")

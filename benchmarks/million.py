@@ -27,7 +27,7 @@ import torch
 from machinery import drawn_icons
 from machinery.parts import Parts
 from megabatch import files
-from megabatch.benchmarking.records import command_line, machine, versions
+from megabatch.benchmarking.records import command_line, environment
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch, PairLoader, open_pairs
 from megabatch.models import Towers
@@ -50,8 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         content = {
             "command": command_line(options.output),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": machine(),
-            "versions": versions(),
+            **environment(),
             "data": {**data, "seconds": round(time.perf_counter() - began, 1)},
             "records": [],
         }

@@ -35,6 +35,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from megabatch.benchmarking.records import digest
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -44,6 +46,12 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "benchmarks/pages"
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks/results"
+PACKAGE = ROOT / "src/megabatch"
+
+SOURCES_SAY = [
+    "Each record holds its whole command. *Changed since* names the packages whose sources differ",
+    "from the measured ones; records from before 2026-11-25 have no hash of their sources.",
+]
 
 Record = dict[str, Any]
 
@@ -236,7 +244,7 @@ def table(text: str, files: Mapping[str, Record]) -> str:
     for row, cells in ((row, rows[row]) for row in shown):
         lines.append([row, *(cell(form, cells[t]) if t in cells else "-" for t, form in forms)])
     links = ", ".join(f"[{name}](../benchmarks/results/{name}.json)" for name in names)
-    body = [f"| {' | '.join(line)} |" for line in lines]
+    body = [f"|{'|'.join(line)}|" for line in lines]
     return "\n".join([*body, "", f"Records: {links}."])
 
 
@@ -248,11 +256,14 @@ def _number(title: str) -> float:
 
 def sources(files: Mapping[str, Record]) -> str:
     """The machine, the day and the program of each file of records."""
-    lines = ["## Records", "", "Each record holds its whole command.", ""]
+    lines = ["## Records", "", *SOURCES_SAY, ""]
     for name, content in files.items():
         programs = [re.findall(r"\w+\.py|^megabatch \w+", line) for line in commands(content)]
         link = f"[{name}](../benchmarks/results/{name}.json)"
         shown = [origin(content), *dict.fromkeys(f"`{found[0]}`" for found in programs if found)]
+        changed = [p for p, old in content.get("sources", {}).items() if old != digest(PACKAGE / p)]
+        if changed:
+            shown.append(f"*changed since: {', '.join(changed)}*")
         lines.append(f"- {link}: {', '.join(filter(None, shown)) or 'a script that was not kept'}")
     return "\n".join(lines)
 
@@ -264,6 +275,11 @@ def pages(files: Mapping[str, Record]) -> dict[Path, str]:
     return {DOCS / name: text for name, text in texts.items()}
 
 
+def unmarked(text: str) -> str:
+    """A page without the marks of changed sources, which each commit may change."""
+    return re.sub(r", \*changed since: .*\*", "", text)
+
+
 def main() -> None:
     """Write the pages, or check them."""
     parser = argparse.ArgumentParser(description="Render the pages of results from the records.")
@@ -272,7 +288,7 @@ def main() -> None:
     for path, text in pages(read(RESULTS)).items():
         if not check:
             path.write_text(text, "utf-8")
-        elif text != path.read_text("utf-8"):
+        elif unmarked(text) != unmarked(path.read_text("utf-8")):
             sys.exit(f"{path}: not up to date: python benchmarks/page.py writes it")
 
 

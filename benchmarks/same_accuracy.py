@@ -39,7 +39,7 @@ from open_clip.loss import ClipLoss as OpenClipLoss
 from machinery.options import setting
 from machinery.study_summary import mean_and_deviation
 from megabatch import files
-from megabatch.benchmarking.records import command_line, commit, machine, versions
+from megabatch.benchmarking.records import command_line, environment
 from megabatch.config.settings import TrainConfig
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.pairs import PairDataset
@@ -266,9 +266,7 @@ def write(output: Path, content: dict[str, Any]) -> None:
         command = f"torchrun --nproc-per-node {ranks} {command.removeprefix('python ')}"
     content |= {
         "commands": [*commands, *([] if command in commands else [command])],
-        "commit": commit(),
-        "machine": machine(),
-        "versions": versions(),
+        **environment(),
         "comparison": compare(content["records"]),
     }
     files.write_text(output, json.dumps(content, indent=1, allow_nan=False) + "\n")

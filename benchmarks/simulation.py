@@ -146,8 +146,7 @@ def main() -> None:
     if options.output is not None:
         content = {
             "command": records.command_line(options.output),
-            "machine": records.machine(),
-            "versions": records.versions(),
+            **records.environment(),
             "width": WIDTH,
             "parameters": asdict(Cluster(8)),
             "towers": asdict(TOWERS),

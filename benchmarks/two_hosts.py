@@ -342,8 +342,7 @@ def main() -> int:
         content = {
             "command": records.command_line(options.output),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "machine": records.machine(),
-            "versions": records.versions(),
+            **records.environment(),
             "records": found,
         }
         options.output.write_text(json.dumps(content, indent=1) + "\n")

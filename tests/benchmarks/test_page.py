@@ -21,7 +21,8 @@ def committed() -> dict[str, Any]:
 
 def test_the_committed_pages_are_of_the_committed_records(committed: dict[str, Any]) -> None:
     for path, text in page.pages(committed).items():
-        assert text == path.read_text("utf-8"), f"{path}: python benchmarks/page.py writes it anew"
+        shown = page.unmarked(path.read_text("utf-8"))
+        assert page.unmarked(text) == shown, f"{path}: python benchmarks/page.py writes it anew"
 
 
 def test_every_committed_record_is_listed(committed: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ FILES: dict[str, Any] = {
 
 def table(text: str) -> list[list[str]]:
     lines = page.table(text, FILES).splitlines()
-    return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    return [line[1:-1].split("|") for line in lines if line.startswith("|")]
 
 
 def test_a_table_of_columns() -> None:
@@ -86,6 +87,18 @@ def test_several_records_of_a_cell() -> None:
         table(SEEDS + "where = {seed = 9}")
 
 
+def test_a_field_that_equals_another_and_lines_in_order() -> None:
+    records = [{"b": b, "group": group} for b, group in ((2048, 2048), (4096, 128), (512, 512))]
+    made = page.table(
+        'records = ["c"]\nwhere = {group = "=b"}\nsort = true\nrow = "{b:,} pairs"\ncolumns = {}',
+        {"c": {"records": records}},
+    )
+    assert [line for line in made.splitlines() if "pairs" in line] == [
+        "|512 pairs|",
+        "|2,048 pairs|",
+    ]
+
+
 def test_figures_in_the_text() -> None:
     text = 'takes {{a: contender="ours" b=1024: {ms:ms} and {bytes:GiB}}}, {{b:: {total} in all}}.'
     assert page.render(text, FILES) == "takes 0.500 ms and 0.500 GiB, 3 in all."
@@ -95,10 +108,17 @@ def test_figures_in_the_text() -> None:
 
 def test_sources() -> None:
     lines = page.sources(FILES).splitlines()
-    assert lines[4:] == [
+    assert lines[5:] == [
         "- [a](../benchmarks/results/a.json): 2 x H, 2026-01-02, `measure.py`",
         "- [b](../benchmarks/results/b.json): a script that was not kept",
     ]
+
+
+def test_a_record_of_other_sources_is_marked() -> None:
+    hashes = {"losses": page.digest(page.PACKAGE / "losses"), "similarity": "0", "gone": "1"}
+    *_, line = page.sources({"c": {"command": "x.py", "sources": hashes}}).splitlines()
+    marked = "- [c](../benchmarks/results/c.json): `x.py`, *changed since: similarity, gone*"
+    assert (line, page.unmarked(line)) == (marked, marked.partition(", *")[0])
 
 
 @pytest.mark.parametrize(

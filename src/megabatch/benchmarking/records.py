@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -43,32 +43,35 @@ def command_line(output: Path) -> str:
 
 
 def write(path: Path, command: str, records: Sequence[Any]) -> None:
-    """Write records (dataclasses) with command, commit, date, machine and versions, atomically."""
+    """Write records (dataclasses) with command, date, machine, versions and sources, atomically."""
     content = {
         "command": command,
-        "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": versions(),
+        **environment(),
         "records": [asdict(record) for record in records],
     }
     files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
 
-def commit() -> str | None:
-    """The commit of the sources, with "-dirty" if they differ from it; None outside a checkout."""
-    root = Path(megabatch.__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
-        )
-        changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "src", "benchmarks/*.py"])
-    except (OSError, subprocess.CalledProcessError):  # no git, or another user's folder
-        return None
-    return head.stdout.strip() + ("-dirty" if changed.returncode else "")
+def environment() -> dict[str, Any]:
+    """What every record has: the machine, versions of packages, and hashes of the sources."""
+    return {"machine": machine(), "versions": versions(), "sources": sources()}
+
+
+def sources() -> dict[str, str]:
+    """A hash of each package of megabatch that this process has imported, and of the losses'."""
+    root = Path(megabatch.__file__).parent
+    imported = {name.split(".")[1] for name in sys.modules if name.startswith("megabatch.")}
+    packages = sorted(imported | {"losses", "similarity"})
+    return {name: digest(root / name) for name in packages if (root / name).is_dir()}
+
+
+def digest(package: Path) -> str:
+    """A hash of the Python files of a package: it changes with any of them."""
+    found = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        found.update(str(path.relative_to(package)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:12]
 
 
 def machine() -> dict[str, Any]:
