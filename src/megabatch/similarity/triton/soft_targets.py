@@ -37,11 +37,15 @@ from megabatch.similarity.triton.tiles import (
     NO_DIAGONAL,
     B,
     BlockSide,
+    finite,
     guide_tile,
+    load_partials,
+    load_sum,
     logits_tile,
     needs_mask,
     store_rows,
     swizzle,
+    to_logsumexp,
 )
 
 #: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
@@ -179,7 +183,7 @@ def forward_tiles(
             inside = (i < m)[:, None] & (j < n)[None, :]
             s = tl.where(inside, s, float("-inf"))
             t = tl.where(inside, t, float("-inf"))
-        largest = _finite(tl.max(s, 1))
+        largest = finite(tl.max(s, 1))
         top = tl.max(largest, 0)
         s = s - largest[:, None]
         e = tl.exp2(s)
@@ -187,7 +191,7 @@ def forward_tiles(
         col_total = tl.sum(e * tl.exp2(largest - top)[:, None], 0)
         if not EVEN:
             s = tl.where(inside, s, 0.0)
-        teacher_largest = _finite(tl.max(t, 1))
+        teacher_largest = finite(tl.max(t, 1))
         teacher_top = tl.max(teacher_largest, 0)
         e = tl.exp2(t - teacher_largest[:, None])
         teacher_row_total = tl.sum(e, 1)
@@ -248,12 +252,6 @@ def _both_logits(rows, cols, ti, tj, d, guide_d, BK: tl.constexpr):
 
 
 @triton.jit
-def _finite(largest):
-    """0 for -inf, the largest of no number."""
-    return tl.where(largest == float("-inf"), 0.0, largest)
-
-
-@triton.jit
 def _store_partials(out, tile, tiles, i, size, partials):
     """Write a tile's partial sums for rows i; `out` has PARTS numbers of each tile and row."""
     place = out + tile.to(tl.int64) * size + i
@@ -263,8 +261,8 @@ def _store_partials(out, tile, tiles, i, size, partials):
 @triton.jit
 def _masked_partials(student, teacher, s, AXIS: tl.constexpr):
     """Partial sums of one side; student, teacher: -inf, s: 0 for a pair that does not count."""
-    largest = _finite(tl.max(student, AXIS))
-    teacher_largest = _finite(tl.max(teacher, AXIS))
+    largest = finite(tl.max(student, AXIS))
+    teacher_largest = finite(tl.max(teacher, AXIS))
     e = tl.exp2(teacher - tl.expand_dims(teacher_largest, AXIS))
     total = tl.sum(tl.exp2(student - tl.expand_dims(largest, AXIS)), AXIS)
     teacher_total = tl.sum(e, AXIS)
@@ -313,27 +311,16 @@ def _own(own, stride, i, here, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
-def _some_partials(partials, start, tiles, i, size):
-    """(place, mask) of the first numbers of P tiles."""
-    p = start + tl.arange(0, P)
-    mask = (p < tiles)[:, None] & (i < size)[None, :]
-    return partials + p.to(tl.int64)[:, None] * size + i[None, :], mask
-
-
-@triton.jit
 def _combine(partials, tiles, i, size, own_s, own_t, state):
     inside = i < size
     old = inside.to(tl.int32) > state.is_first
     numbers, stride = state.numbers, state.stride
     low = float("-inf")
-    negative = tl.load(numbers + i, mask=old, other=low)
-    negative_total = tl.load(numbers + stride + i, mask=old, other=0.0)
-    positive = tl.load(numbers + 2 * stride + i, mask=old, other=low)
-    positive_total = tl.load(numbers + 3 * stride + i, mask=old, other=0.0)
+    negative, negative_total = load_sum(numbers, stride, 0, i, old)
+    positive, positive_total = load_sum(numbers, stride, 2, i, old)
     positive_sum = tl.load(numbers + 4 * stride + i, mask=old, other=0.0)
     positive_count = tl.load(numbers + 5 * stride + i, mask=old, other=0.0)
-    teacher = tl.load(numbers + 6 * stride + i, mask=old, other=low)
-    teacher_total = tl.load(numbers + 7 * stride + i, mask=old, other=0.0)
+    teacher, teacher_total = load_sum(numbers, stride, 6, i, old)
     below = tl.load(numbers + 8 * stride + i, mask=old, other=0.0)
     teacher_own = tl.load(numbers + 9 * stride + i, mask=old, other=low)
     before = tl.maximum(negative, positive)
@@ -343,18 +330,18 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
     step = tiles.to(tl.int64) * size
     new, new_teacher = negative, teacher
     for start in range(0, tiles, P):
-        at, mask = _some_partials(partials, start, tiles, i, size)
-        some = tl.load(at + step, mask=mask, other=0.0) != 0.0  # else the tile has no such pair
-        largest = tl.load(at, mask=mask, other=low)
+        # A tile without any pair has a sum of 0.
+        some = load_partials(partials + step, start, tiles, i, size, P) != 0.0
+        largest = load_partials(partials, start, tiles, i, size, P)
         new = tl.maximum(new, tl.max(tl.where(some, largest, low), 0))
-        largest = tl.load(at + 2 * step, mask=mask, other=low)
+        largest = load_partials(partials + 2 * step, start, tiles, i, size, P)
         new_teacher = tl.maximum(new_teacher, tl.max(tl.where(some, largest, low), 0))
     new_positive = tl.maximum(positive, own_s)
     teacher_own = tl.where(has_own, own_t, teacher_own)
-    top = _finite(tl.maximum(new, new_positive))
+    top = finite(tl.maximum(new, new_positive))
 
-    shift, positive_shift = _finite(new), _finite(new_positive)
-    teacher_shift = _finite(new_teacher)
+    shift, positive_shift = finite(new), finite(new_positive)
+    teacher_shift = finite(new_teacher)
     weight = tl.exp2(teacher - teacher_shift)
     # The sum so far was relative to the largest logit before.
     gap = tl.where(before == low, 0.0, top - before)
@@ -362,12 +349,11 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
     teacher_total = weight * teacher_total
     negative_total = negative_total * tl.exp2(negative - shift)
     for start in range(0, tiles, P):
-        at, mask = _some_partials(partials, start, tiles, i, size)
-        largest = tl.load(at, mask=mask, other=0.0)
-        total = tl.load(at + step, mask=mask, other=0.0)
-        of_teacher = tl.load(at + 2 * step, mask=mask, other=0.0)
-        of_teacher_total = tl.load(at + 3 * step, mask=mask, other=0.0)
-        of_below = tl.load(at + 4 * step, mask=mask, other=0.0)
+        largest = load_partials(partials, start, tiles, i, size, P)
+        total = load_partials(partials + step, start, tiles, i, size, P)
+        of_teacher = load_partials(partials + 2 * step, start, tiles, i, size, P)
+        of_teacher_total = load_partials(partials + 3 * step, start, tiles, i, size, P)
+        of_below = load_partials(partials + 4 * step, start, tiles, i, size, P)
         some = total != 0.0
         total = tl.where(some, total * tl.exp2(largest - shift[None, :]), 0.0)
         negative_total += tl.sum(total, 0)
@@ -381,7 +367,7 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
 
     if state.is_last != 0:
         sums = negative_total * tl.exp2(new - top) + positive_total * tl.exp2(new_positive - top)
-        reference = _finite(tl.maximum(new_teacher, teacher_own))
+        reference = finite(tl.maximum(new_teacher, teacher_own))
         others = tl.exp2(new_teacher - reference)
         own_weight = tl.exp2(teacher_own - reference)
         total = others * teacher_total + own_weight
@@ -389,11 +375,9 @@ def _combine(partials, tiles, i, size, own_s, own_t, state):
         mean = others * below + tl.where(own_weight == 0.0, 0.0, own_weight * (top - new_positive))
         mean = mean / tl.where(empty, 1.0, total)
         cross_entropy = tl.where(empty, 0.0, tl.log(sums) + mean * LN2)
-        negatives = tl.log(negative_total) + new * LN2
-        positives = tl.log(positive_total) + new_positive * LN2
-        teachers = tl.log(teacher_total) + new_teacher * LN2
         results = (
-            negatives, positives, positive_sum, positive_count, cross_entropy, teachers,
+            to_logsumexp(new, negative_total), to_logsumexp(new_positive, positive_total),
+            positive_sum, positive_count, cross_entropy, to_logsumexp(new_teacher, teacher_total),
             teacher_own * LN2,
         )  # fmt: skip
         store_rows(numbers, stride, i, results, inside)
