@@ -288,11 +288,6 @@ def test_size_of_the_stored_gradients() -> None:
         assert [r.numel() for r in stored] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
 
 
-def test_a_small_batch_takes_one_row_tile_per_program() -> None:
-    x = torch.empty(20, 8, dtype=torch.float16)
-    assert configs.launch_config("sigmoid", x).rows == 1
-
-
 @pytest.mark.gpu
 def test_memory() -> None:
     """A step takes 4 b d bytes and 640 MiB beside inputs and gradients; 512 MiB are workspace."""

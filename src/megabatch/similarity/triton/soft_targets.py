@@ -24,11 +24,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import states
-from megabatch.similarity.backends import capability
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.states import TargetStates
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import State, Upstream, block_kernel, new_descriptor
+from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
 from megabatch.similarity.triton.softmax_backward import needs_two_exponentials, softmax_grad
 from megabatch.similarity.triton.tiles import (
@@ -48,13 +48,6 @@ from megabatch.similarity.triton.tiles import (
     to_logsumexp,
 )
 
-#: Launch of the kernels: the accumulators of two tiles take the registers of eight warps.
-WARPS, GROUP = 8, 32
-#: Bytes of each row's features per step of a tile's products, and steps in shared memory at once:
-#: in the forward pass, whose steps are of both products, and in the backward pass.
-BYTES, STAGES, BACKWARD_STAGES = 128, 3, 4
-#: On GPUs other than Hopper's, which may have 99 KiB of shared memory.
-BYTES_ELSEWHERE, STAGES_ELSEWHERE = 64, 2
 #: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
 SPREAD_LSES = (0, 2)
 #: Numbers of a tile's partial sums for a row or column.
@@ -74,16 +67,14 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
         super().__init__(matrix, scale)
         self.teacher_scale = teacher_scale
-        hopper = self.x.is_cuda and capability(self.x.device)[0] == 9
-        self._stages = (STAGES, BACKWARD_STAGES) if hopper else (STAGES_ELSEWHERE,) * 2
-        self._bk = (BYTES if hopper else BYTES_ELSEWHERE) // self.x.element_size()
 
     @property
     def _results(self) -> int:
         return states.TARGET_RESULTS
 
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
-        block = self._block(i, j, self._bk)
+        config = launch_config("soft_targets", self.features)
+        block = self._block(i, j, config.bk)
         block.set_states(rows, cols)
         m, n = block.m, block.n
         row_tiles, col_tiles = cdiv(m, TILE), cdiv(n, TILE)
@@ -95,8 +86,8 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         forward_tiles.launch(
             row_tiles * col_tiles, block, teacher_scale=self.teacher_scale,
             row_partials=row_partials, col_partials=col_partials, own=own, stride=own.stride(0),
-            GROUP=GROUP, EVEN=m % TILE == 0 and n % TILE == 0,
-            num_warps=WARPS, num_stages=self._stages[0],
+            GROUP=config.group, EVEN=m % TILE == 0 and n % TILE == 0,
+            num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         combine_partials.launch(
             row_tiles + (0 if cols is None else col_tiles), block, row_partials=row_partials,
@@ -118,15 +109,16 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
     ) -> Tensor:
-        block, ds = self._block(i, j, self._bk), self._workspace(i, j)
+        config = launch_config("soft_targets_backward", self.features)
+        block, ds = self._block(i, j, config.bk), self._workspace(i, j)
         block.set_upstreams(
             self._without_gradient(block.m) if rows is None else rows.view(i),
             self._without_gradient(block.n) if cols is None else cols.view(j),
         )
         backward_tiles.launch(
             cdiv(block.m, TILE) * cdiv(block.n, TILE), block, ds=new_descriptor(ds, TILE),
-            teacher_scale=self.teacher_scale, GROUP=GROUP,
-            num_warps=WARPS, num_stages=self._stages[1],
+            teacher_scale=self.teacher_scale, GROUP=config.group,
+            num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         return ds
 
