@@ -5,7 +5,7 @@
     megabatch eval runs/icons --val-data icons/test
 
 Each set belongs to one split as a whole. icons/sets.json has each set's author and licence: there
-are many, and some require attribution. docs/icons.md describes the data set.
+are many, and some require attribution. benchmarks/README.md describes the data set.
 """
 
 from __future__ import annotations

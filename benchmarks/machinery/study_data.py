@@ -82,7 +82,7 @@ def load(name: str, folder: Path, device: torch.device) -> StudyData:
 
     Args:
         name: of the data set.
-        folder: of icons, as `megabatch data icons --format grey --size 32` writes it; of WordNet's
+        folder: of icons, as `benchmarks/draw_icons.py --size 32` writes it; of WordNet's
             files, as Debian's wordnet-base has them (/usr/share/wordnet).
         device: where the tensors are.
 

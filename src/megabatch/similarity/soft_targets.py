@@ -258,7 +258,7 @@ def _sweep(o: Operands, ranks: Ranks | None) -> Sweep:
     matrix = Matrix(rows, cols, PAIRED, start, start)
     tiles: Any = SoftTargetTiles
     if backends.uses_kernels(o.x):
-        from megabatch.similarity.triton.soft_target_tiles import SoftTargetKernelTiles
+        from megabatch.similarity.triton.soft_targets import SoftTargetKernelTiles
 
         tiles = SoftTargetKernelTiles
     make = partial(tiles, scale=o.scale, teacher_scale=o.teacher_scale)

@@ -17,9 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.triton import gradients, paired, ranking, sigmoid
-from megabatch.similarity.triton import soft_target_backward as targets_backward
-from megabatch.similarity.triton import soft_target_forward as targets_forward
+from megabatch.similarity.triton import gradients, paired, ranking, sigmoid, soft_targets
 from megabatch.similarity.triton import softmax_backward as backward
 from megabatch.similarity.triton import softmax_forward as forward
 
@@ -31,7 +29,7 @@ TYPES = (
     | dict.fromkeys(("row_state", "col_state", "states", "result", "score", "tops"), "*fp32")
     | dict.fromkeys(("row_upstream", "col_upstream", "row_extremes", "col_extremes"), "*fp32")
     | dict.fromkeys(("partials", "teacher_scale", "own", "scale_grad_parts"), "*fp32")
-    | {"sums": "*fp64", "flags": "*i32"}
+    | {"sums": "*fp64"}
 )
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
 #: Constants, and arguments that are None, of those kernels that have them.
@@ -68,13 +66,11 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),
-    "targets": (targets_forward.unmasked_forward, "bf16", 8, TARGETS),
-    "targets, float32": (targets_forward.unmasked_forward, "fp32", 8, TARGETS | {"BK": 32}),
-    "targets, small": (targets_forward.unmasked_forward, "bf16", 8, TARGETS | {"BK": 32}),
-    "targets, masked": (targets_forward.masked_forward, "bf16", 8, TARGETS),
-    "targets, combine": (targets_forward.combine_partials, "bf16", 4, TARGETS),
-    "targets, ds": (targets_backward.unmasked_backward, "bf16", 8, TARGETS),
-    "targets, masked ds": (targets_backward.masked_backward, "bf16", 8, TARGETS),
+    "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
+    "targets, float32": (soft_targets.forward_tiles, "fp32", 8, TARGETS | {"BK": 32}),
+    "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),
+    "targets, combine": (soft_targets.combine_partials, "bf16", 4, TARGETS),
+    "targets, ds": (soft_targets.backward_tiles, "bf16", 8, TARGETS),
 }
 
 

@@ -22,15 +22,18 @@ from megabatch.similarity.triton.blocking import cdiv
 from megabatch.similarity.triton.blocks import State, block_kernel
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import (
-    LN2,
     LOG2E,
     B,
     BlockSide,
+    finite,
+    load_partials,
+    load_sum,
     logits_tile,
     mask_tile,
     needs_mask,
     store_rows,
     swizzle,
+    to_logsumexp,
     unmasked_logits,
 )
 
@@ -194,7 +197,7 @@ def combine_partials(
         block_reference = clamped_references(references, i, tl.load(group_references + group))
         block_total = tl.zeros((B,), tl.float32)
         for start in range(group * (GROUP_ROWS // B) if TRIANGLE else 0, row_partials, P):
-            block_total += tl.sum(_load_partials(row_sums, start, row_partials, i, m), 0)
+            block_total += tl.sum(load_partials(row_sums, start, row_partials, i, m, P), 0)
         if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
             if group > 0:
                 largest = _largest_of_groups(group_references, group)
@@ -235,16 +238,9 @@ def _col_total(sums, group_references, largest, groups, j, n):
     for start in range(0, groups, P):
         p = start + tl.arange(0, P)
         own = tl.load(group_references + p, mask=p < groups, other=float("-inf"))
-        partials = _load_partials(sums, start, groups, j, n)
+        partials = load_partials(sums, start, groups, j, n, P)
         total += tl.sum(partials * tl.exp2(own - largest)[:, None], 0)
     return total
-
-
-@triton.jit
-def _load_partials(sums, start, partials, i, size):
-    p = start + tl.arange(0, P)
-    mask = (p < partials)[:, None] & (i < size)[None, :]
-    return tl.load(sums + p.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -262,15 +258,13 @@ def _combine_side(
     inside = i < rows.size
     begun = inside.to(tl.int32) > state.is_first
     numbers, stride = state.numbers, state.stride
-    largest = tl.load(numbers + i, mask=begun, other=float("-inf"))
-    total = tl.load(numbers + stride + i, mask=begun, other=0.0)
+    largest, total = load_sum(numbers, stride, 0, i, begun)
     p_largest = tl.full((B,), float("-inf"), tl.float32)
     p_total = tl.zeros((B,), tl.float32)
     p_sum = tl.zeros((B,), tl.float32)
     p_count = tl.zeros((B,), tl.float32)
     if HAS_POSITIVES:
-        p_largest = tl.load(numbers + 2 * stride + i, mask=begun, other=float("-inf"))
-        p_total = tl.load(numbers + 3 * stride + i, mask=begun, other=0.0)
+        p_largest, p_total = load_sum(numbers, stride, 2, i, begun)
         p_sum = tl.load(numbers + 4 * stride + i, mask=begun, other=0.0)
         p_count = tl.load(numbers + 5 * stride + i, mask=begun, other=0.0)
     bad = inside & ~((block_total >= LOWEST) & (block_total <= HIGHEST))
@@ -307,9 +301,9 @@ def _combine_side(
                     p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
                     p_count += tl.sum(positive.to(tl.float32), 1)
     done = state.is_last != 0
-    first = tl.where(done, _to_logsumexp(largest, total), largest)
+    first = tl.where(done, to_logsumexp(largest, total), largest)
     if HAS_POSITIVES:
-        second = tl.where(done, _to_logsumexp(p_largest, p_total), total)
+        second = tl.where(done, to_logsumexp(p_largest, p_total), total)
         third = tl.where(done, p_sum, p_largest)
         fourth = tl.where(done, p_count, p_total)
         store_rows(numbers, stride, i, (first, second, third, fourth, p_sum, p_count), inside)
@@ -327,15 +321,10 @@ def _merge(old, old_total, new, new_total):
 
 
 @triton.jit
-def _to_logsumexp(largest, total):
-    return tl.log(total) + largest * LN2
-
-
-@triton.jit
 def _running_sum(largest, total, s, mask):
     s = tl.where(mask, s, float("-inf"))
     new = tl.maximum(largest, tl.max(s, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)
+    shift = finite(new)
     total = total * tl.exp2(largest - shift) + tl.sum(tl.exp2(s - shift[:, None]), 1)
     return new, total
 
@@ -361,20 +350,18 @@ def merge_states(
     inside = i < size
     part_stride = part_stride.to(tl.int64)
     for kind in tl.static_range(2 if HAS_POSITIVES else 1):  # negatives, positives
-        own = states + 2 * kind * stride + i
+        own = states + 2 * kind * stride
         largest = tl.full((ROWS,), float("-inf"), tl.float32)
         for part in range(count):
-            one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
+            one, _ = load_sum(own + part * part_stride, stride, 0, i, inside)
             largest = tl.maximum(largest, one)
-        # A state without any pair has -inf; -inf - -inf would be NaN.
-        shift = tl.where(largest == float("-inf"), 0.0, largest)
+        shift = finite(largest)  # -inf - -inf would be NaN
         total = tl.zeros((ROWS,), tl.float32)
         for part in range(count):
-            one = tl.load(own + part * part_stride, mask=inside, other=float("-inf"))
-            of_one = tl.load(own + part * part_stride + stride, mask=inside, other=0.0)
+            one, of_one = load_sum(own + part * part_stride, stride, 0, i, inside)
             total += of_one * tl.exp2(one - shift)
         if TO_LOGSUMEXP:
-            tl.store(result + kind * result_stride + i, _to_logsumexp(largest, total), mask=inside)
+            tl.store(result + kind * result_stride + i, to_logsumexp(largest, total), mask=inside)
         else:
             tl.store(result + 2 * kind * result_stride + i, largest, mask=inside)
             tl.store(result + (2 * kind + 1) * result_stride + i, total, mask=inside)
