@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from machinery.icon_towers import GreyTransform
 from megabatch.data import PairLoader
 from megabatch.data.grey import GreyPairs, GreyWriter
 from megabatch.data.iconify import open_package
@@ -13,7 +14,6 @@ from megabatch.data.icons import write_icons
 from megabatch.data.pairs import ArrayDataset, caption_id
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
-from megabatch.models.icon import GreyTransform
 
 from .iconify_set import write_folder
 
