@@ -36,8 +36,7 @@ from megabatch.data import PairLoader, open_pairs
 from megabatch.data.fetch import stacked
 from megabatch.data.pairs import EncodedImage, decode_image
 from megabatch.data.shards import ShardPairs
-from megabatch.models.pixels import Transform, with_bytes
-from megabatch.models.resize import TorchResize
+from megabatch.models.images import TorchResize, Transform, with_bytes
 from megabatch.training import TrainConfig, train
 
 SIDE = 224  # pixels of a model's images

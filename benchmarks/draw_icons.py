@@ -1,8 +1,8 @@
 """The icons of the npm package @iconify/json as a data set of grey pixels: train/ and test/.
 
     python benchmarks/draw_icons.py --output icons --workers 16
-    megabatch train --config icons --workers 16
-    megabatch eval runs/icons --val-data icons/test
+    cd benchmarks; megabatch train --config icons.toml --trust --train-data ../icons/train
+    megabatch eval runs/icons --trust --val-data ../icons/test
 
 Each set belongs to one split as a whole. icons/sets.json has each set's author and licence: there
 are many, and some require attribution. benchmarks/README.md describes the data set.

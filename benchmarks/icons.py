@@ -2,7 +2,7 @@
 
     python benchmarks/icons.py --package icons.tar.xz --output benchmarks/results/icons.json
 
-Renders the package's icons, then trains the packaged configuration `icons` once for each treatment
+Renders the package's icons, then trains the configuration `icons.toml` once for each treatment
 of pairs with the same caption: as negatives (without ids, the control), ignored, as positives; with
 the same steps, seed and batches. Each run is followed by retrieval on the held-out sets in both
 directions, and by an update of the record, so an interrupted run leaves its results so far.
@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from machinery.icon_set import write_icons
+from machinery.icon_towers import IMAGE_SIZE
 from machinery.iconify import open_package
 from megabatch.benchmarking.records import command_line, environment
 from megabatch.config.settings import resolve_device
@@ -41,7 +42,6 @@ from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.run_folder import open_run
 from megabatch.evaluation.tasks import pairs_task, score
-from megabatch.models.icon import IMAGE_SIZE
 from megabatch.training import TrainConfig, load_config, train
 from megabatch.training.trainer import TrainingStopped
 
@@ -112,7 +112,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def configure(options: argparse.Namespace, icons: Path) -> TrainConfig:
-    """The packaged configuration with the command line's changes."""
+    """The configuration with the command line's changes."""
     known = {field.name for field in fields(TrainConfig)}
     changes: dict[str, Any] = {}
     for setting in options.set:
@@ -121,7 +121,7 @@ def configure(options: argparse.Namespace, icons: Path) -> TrainConfig:
             raise SystemExit(f"--set {setting}: {name} is no setting of a run")
         changes[name] = _value(value)
     config = replace(
-        load_config(options.config),
+        load_config(options.config, trust=True),
         train_data=str(icons / "train"),
         device=options.device,
         workers=options.workers,
@@ -181,7 +181,7 @@ def measure(config: TrainConfig, test: Path) -> dict[str, Any]:
 def evaluate(run: Path, test: Path, device: str) -> dict[str, Any]:
     """Retrieval among the held-out sets' icons and their captions."""
     began = time.perf_counter()
-    towers = open_run(run).towers
+    towers = open_run(run, trust=True).towers
     towers.module.to(device)
     scored = score(Encoder(towers, device), pairs_task("icons", CaptionedPairs(GreyPairs(test))))
     return {
@@ -261,7 +261,8 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--package", type=Path, help="npm's tarball, its folder, or a smaller one")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/icons.json"))
     parser.add_argument("--work", type=Path, help="folder to work in and keep; default: a new one")
-    parser.add_argument("--config", default="icons", help="a packaged one, or a TOML file")
+    own = Path(__file__).with_name("icons.toml")
+    parser.add_argument("--config", type=Path, default=own, help="a TOML file")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="of the config")
     parser.add_argument("--duplicates", nargs="+", choices=DUPLICATES, default=list(DUPLICATES))
     parser.add_argument("--steps", type=int, help="of each run, instead of --seconds-per-run")

@@ -31,7 +31,7 @@ from PIL import Image, ImageFilter
 
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
-from megabatch.models.pixels import with_bytes
+from megabatch.models.images import with_bytes
 
 SIDE = 224  # pixels of the model's images
 

@@ -60,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if world.main:
                 files.write_text(options.output, json.dumps(content, indent=1) + "\n")
                 print(shown(record), flush=True)
-                print(*trainer.take_news(), sep="\n", flush=True)
+                print(*trainer.news, sep="\n", flush=True)
+                trainer.news.clear()
 
 
 def configuration(options: argparse.Namespace) -> TrainConfig:

@@ -2,7 +2,7 @@
 
     python benchmarks/patches.py --output benchmarks/results/patches.json
 
-`convolution` is torch's, `product` that of `megabatch.models.patches`, both with bfloat16 autocast,
+`convolution` is torch's, `product` that of `megabatch.models.images`, both with bfloat16 autocast,
 forward and backward for the weights, from float32 images on the device. `normalization` makes these
 images of uint8 ones. `-compiled`: by torch.compile, as the trainer does it.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.benchmarking import clock, records
-from megabatch.models.patches import multiply_patches
-from megabatch.models.pixels import Normalization, PixelNormalization
+from megabatch.models.images import Normalization, PixelNormalization, multiply_patches
 
 #: Width, side of a patch in pixels, and images at a time.
 SHAPES = {"ViT-B-32": (768, 32, 2048), "ViT-B-16": (768, 16, 512), "ViT-L-14": (1024, 14, 512)}

@@ -43,6 +43,8 @@ RESULTS = Path(__file__).parent / "results"
 MEMORY, TIME = 0.07, 0.12
 FILES = ("throughput.json", "icons.json", "icons-rates.json", "icons-1m.json",
          "retriever-trainer.json", "retriever-bert-base.json", "paper-tables.json")  # fmt: skip
+#: The icons' model.
+ICONS = "machinery.icon_towers:icon_small"
 #: Micro-batches and compilation of the icons' runs that are compared, by their settings.
 RATES = {
     "lr=2e-3": (32768, True),
@@ -202,7 +204,7 @@ def icons(
 ) -> Measured:
     """A run of the icons' model, before texts were cut and activations kept."""
     config = TrainConfig(
-        model="icon-small",
+        model=ICONS,
         global_batch_size=32768,
         micro_batch_size=micro,
         torchcompile=compiled,
@@ -211,7 +213,7 @@ def icons(
     )
     seconds, peak = record["step_ms"] / 1e3, record["memory_bytes"]
     return Measured(
-        *("icon-small", config, towers_of("icon-small"), None, 1, "NVIDIA H200", seconds, peak),
+        *("icon-small", config, towers_of(ICONS), None, 1, "NVIDIA H200", seconds, peak),
         calibrates=calibrates,
     )
 

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 benchmarks/same_accuracy.py
     torchrun --nproc-per-node 4 benchmarks/same_accuracy.py
     python benchmarks/same_accuracy.py --train-data icons/train --val-data icons/test \\
-        --set model=icon-small force_image_size=32 --batch-size 8192 --steps 128 --device cuda \\
-        --precision bf16
+        --set model=machinery.icon_towers:icon_small force_image_size=32 \\
+        --batch-size 8192 --steps 128 --device cuda --precision bf16
 
 `dense` is OpenCLIP's ClipLoss, which forms the matrix of logits (on several ranks with local_loss
 and gather_with_grad); `tiled` is this library's; both encode a rank's share of the batch at once.
@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from open_clip.loss import ClipLoss as OpenClipLoss
 
+from machinery.icon_towers import VisionTower
 from machinery.options import setting
 from machinery.study_summary import mean_and_deviation
 from megabatch import files
@@ -48,7 +49,6 @@ from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.tasks import pairs_task, score
 from megabatch.losses.objective import Objective
-from megabatch.models.icon import VisionTower
 from megabatch.training.setup import prepare
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined

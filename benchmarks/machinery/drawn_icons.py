@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from machinery.icon_towers import GreyTransform
 from megabatch.models import Towers, create
-from megabatch.models.icon import GreyTransform
 
 SMALLEST = 0.4  # side of a drawn icon, of the picture's
 CONTRAST = 0.35  # least difference of ink and background, in each channel

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from machinery.icon_towers import jittered
 from megabatch.data.grey import PAIRS, GreyPairs
 from megabatch.data.pairs import caption_id
 from megabatch.models import ModelOptions, Towers
@@ -26,11 +27,10 @@ from megabatch.models.glyph import (
     IMAGE_SIZE,
     GlyphImageTower,
     GlyphTransform,
+    HashingTokenizer,
     TextFeatureTower,
 )
-from megabatch.models.hashing_tokenizer import HashingTokenizer
-from megabatch.models.icon import jittered
-from megabatch.models.two_towers import TwoTowers
+from megabatch.models.towers import TwoTowers
 
 #: Data sets by name, with the model that is trained on each.
 MODELS = {name: f"machinery.study_data:{name}_towers" for name in ("icons", "wordnet")}

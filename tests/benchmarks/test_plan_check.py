@@ -39,7 +39,7 @@ def test_all_committed_steps_on_gpus_are_read():
 
 
 def test_a_step_without_a_whole_time_is_judged_by_its_memory():
-    record = {"model": "icon-small", "b": 256, "n_devices": 1, "micro_batch_size": 64}
+    record = {"model": plan_check.ICONS, "b": 256, "n_devices": 1, "micro_batch_size": 64}
     record |= {"device": "NVIDIA H200", "peak_bytes": 1 << 30}
     times = [(1.0, False), (1.0, True), (None, False)]
     whole, extrapolated, without = (

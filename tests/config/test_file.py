@@ -58,7 +58,7 @@ def test_packaged_configurations_are_possible_and_keep_what_they_promise() -> No
     assert quickstart.micro_batch_size <= 512
     assert quickstart.train_data == "glyphs"
     assert quickstart.evaluate
-    icons = load_config("icons")
+    icons = load_config(Path("benchmarks/icons.toml"), trust=True)
     assert icons.global_batch_size >= 32_768
     assert icons.duplicates == "positives"
 
@@ -93,7 +93,7 @@ def test_a_file_that_is_no_configuration_is_named(content: bytes, tmp_path: Path
 
 
 def test_a_name_that_is_no_file_says_which_names_there_are() -> None:
-    with pytest.raises(UsageError, match="neither a file nor one of icons, quickstart"):
+    with pytest.raises(UsageError, match="neither a file nor one of quickstart"):
         load_config("quickstrat")
     with pytest.raises(UsageError, match="cannot be read"):
         load_config("/")

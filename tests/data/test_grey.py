@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from machinery.grey import GreyWriter
+from machinery.icon_towers import GreyTransform
 from megabatch.data import PairLoader
 from megabatch.data.grey import GreyPairs
 from megabatch.data.pairs import ArrayDataset
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
-from megabatch.models.icon import GreyTransform
 
 
 def write(folder: Path, count: int = 5, size: int = 4) -> Path:

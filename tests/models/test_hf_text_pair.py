@@ -20,8 +20,7 @@ from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
 from megabatch.losses.objective import create_objective
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.layers import layer_ids
-from megabatch.models.locking import lock, locked_towers
+from megabatch.models.layers import layer_ids, lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
 from megabatch.training.setup import build_towers, pooling_notes

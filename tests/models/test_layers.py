@@ -1,4 +1,4 @@
-"""The layers of parameters, by architecture."""
+"""Layers have numbers, and towers can be locked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import open_clip
 import pytest
 from torch import nn
 
+from megabatch.errors import UsageError
 from megabatch.models import create
-from megabatch.models.layers import layer_ids, tower_parameters
+from megabatch.models.layers import (
+    Tower,
+    layer_ids,
+    lock,
+    locked_towers,
+    set_modes,
+    tower_parameters,
+)
 from tests.models.tiny import TINY
 
 
@@ -73,3 +81,56 @@ def test_layers_of_open_clips_towers(
 def test_a_tower_without_numbers_has_no_layers() -> None:
     assert layer_ids(create("glyph-small").module) == {}
     assert layer_ids(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize("model", [TINY, "glyph-small"])
+@pytest.mark.parametrize(("tower", "other"), [("image", "text"), ("text", "image")])
+def test_a_locked_tower_and_nothing_else(model: str, tower: Tower, other: Tower) -> None:
+    module = create(model).module
+    lock(module, tower)
+    towers = tower_parameters(module)
+    assert not any(p.requires_grad for p in towers[tower].values())
+    assert all(p.requires_grad for p in towers[other].values())
+    assert module.logit_scale.requires_grad
+    assert locked_towers(module) == {tower}
+
+
+def test_the_last_groups_stay_unlocked_as_open_clip_counts_them() -> None:
+    module = create(TINY).module
+    lock(module, "image", unlocked=1)
+    unlocked = {n for n, p in tower_parameters(module)["image"].items() if p.requires_grad}
+    assert unlocked == {"visual.proj"}
+    lock(module, "text", unlocked=2)
+    unlocked = {n for n, p in tower_parameters(module)["text"].items() if p.requires_grad}
+    assert {"text_projection", "ln_final.weight"} <= unlocked
+    assert "token_embedding.weight" not in unlocked
+    assert locked_towers(module) == set()
+
+
+def test_statistics_of_batch_normalisation_can_be_frozen() -> None:
+    vision = {"layers": [1, 1, 1, 1], "width": 8, "image_size": 32}
+    text = {"context_length": 8, "vocab_size": 60, "width": 16, "heads": 2, "layers": 1}
+    module = open_clip.CLIP(embed_dim=16, vision_cfg=vision, text_cfg=text)
+    lock(module, "image", freeze_bn_stats=True)
+    assert not any(isinstance(part, nn.BatchNorm2d) for part in module.visual.modules())
+
+
+def test_only_wholly_locked_towers_are_in_evaluation_mode() -> None:
+    module = create(TINY).module.eval()
+    assert all(part.training for part in set_modes(module).modules())
+    lock(module, "text", unlocked=1)
+    assert all(part.training for part in set_modes(module).modules())
+    lock(module, "text")
+    set_modes(module)
+    assert module.training
+    assert module.visual.training
+    assert not any(part.training for part in module.transformer.modules())
+    lock(module, "image")
+    assert not any(part.training for part in set_modes(module).visual.modules())
+
+
+def test_a_model_that_cannot_be_locked_says_so() -> None:
+    with pytest.raises(UsageError, match=r"--lock-image: .*lock_image_tower"):
+        lock(nn.ModuleDict({"visual": nn.Linear(2, 2)}), "image")
+    with pytest.raises(UsageError, match="nothing of the image tower stays locked"):
+        lock(create(TINY).module, "image", unlocked=99)

@@ -14,8 +14,7 @@ from open_clip.model import CLIP, CustomTextCLIP
 from torch import Tensor, nn
 
 from megabatch.models import create
-from megabatch.models.glyph import LENGTHS, TextFeatureTower
-from megabatch.models.hashing_tokenizer import HashingTokenizer
+from megabatch.models.glyph import LENGTHS, HashingTokenizer, TextFeatureTower
 from megabatch.models.hf_text_pair import TextEncoder
 from megabatch.models.hf_two_towers import KINDS
 from megabatch.models.padding import (
@@ -187,8 +186,7 @@ def test_models_by_name_say_how_much_of_a_text_counts() -> None:
 def test_our_own_towers() -> None:
     tower = TextFeatureTower(8, buckets=64, width=8)
     check(tower, tower, LENGTHS, HashingTokenizer(64, 32)(["one two", "a"]))
-    for name in ("glyph-small", "icon-small"):
-        assert create(name).lengths == {"text": LENGTHS}
+    assert create("glyph-small").lengths == {"text": LENGTHS}
 
 
 def tiny_config(kind: str) -> Any:

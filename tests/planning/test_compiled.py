@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megabatch.models.icon import Block
+from machinery.icon_towers import Block
 from megabatch.planning import work
 from megabatch.planning.compiled import CompiledBlocks, compiled_graphs
 from megabatch.planning.counter import UNIT, counted, fake_copies

@@ -9,7 +9,7 @@ from PIL import Image
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.locking import lock
+from megabatch.models.layers import lock
 from megabatch.planning import Machine, make_plan, to_json
 from megabatch.planning.lengths import TextLengths
 from megabatch.planning.plan import PHASES, graph_bytes

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.problems import problems
 from megabatch.data import Batch
@@ -21,9 +22,8 @@ from megabatch.models.padding import Lengths
 from megabatch.planning import micro_batches
 from megabatch.planning.kept import kept_count
 from megabatch.planning.plan import graph_bytes
-from megabatch.training import activations, train
-from megabatch.training.activations import KeptActivations, room_for_graphs
-from megabatch.training.parallel import fsdp_can_restart
+from megabatch.training import micro_batch, train
+from megabatch.training.micro_batch import KeptActivations, room_for_graphs
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.models.tiny import TINY
@@ -55,7 +55,7 @@ def test_as_many_as_the_bytes_allow(graph: int, count: int) -> None:
     trainer.kept.choose([graph])
     found, calls = passes(trainer)
     assert (trainer.kept.count, calls) == (count, 8 - count)
-    assert f"activations of {count} of 4 micro-batches" in trainer.kept.news[0]
+    assert f"activations of {count} of 4 micro-batches" in trainer.news[0]
     assert found == pytest.approx(expected, rel=1e-12)
     for name, value in reference.module.state_dict().items():
         torch.testing.assert_close(trainer.module.state_dict()[name], value, rtol=1e-9, atol=1e-12)
@@ -79,7 +79,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's answers: 100 GiB that tensors can have, a peak of 30."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(activations, "gpu_memory", lambda device: (100 * GIB, 30 * GIB))
+    monkeypatch.setattr(micro_batch, "gpu_memory", lambda device: (100 * GIB, 30 * GIB))
 
 
 def memory_of(graphs: list[int], before: int) -> StepMemory:
@@ -131,12 +131,14 @@ def test_texts_of_later_batches_may_be_longer() -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_shorter_texts_leave_room_for_more_micro_batches() -> None:
-    kept = KeptActivations(config_of(activation_memory="auto"), World(torch.device("cuda")), 2)
+    told: list[str] = []
+    config = config_of(activation_memory="auto")
+    kept = KeptActivations(config, World(torch.device("cuda")), 2, told.append)
     memory = memory_of([40, 30, 20, 14, 12, 10], 0)  # the median, 17, leaves 87
     for _ in range(2):
         kept.after_step(memory)
     assert kept.count == 5
-    assert f"({86 / 5 * 1024:,.1f} MiB each) are kept" in kept.news[0]
+    assert f"({86 / 5 * 1024:,.1f} MiB each) are kept" in told[0]
     runs = [(40, 1), (30, 1), (20, 1)]
     assert kept_count(runs, 3, None, 50) == 2
     assert kept_count(runs, 1, None, 50) == 1
@@ -175,7 +177,7 @@ def test_a_step_without_memory_is_repeated_with_fewer() -> None:
     trainer = trainer_of(config_of(global_batch_size=8, activation_memory="1000"))
     trainer.module.visual = full = Full(trainer.module.visual, most=4)
     trainer.kept.choose([250])
-    trainer.kept.news.clear()
+    trainer.news.clear()
     reset = trainer.optimizer.zero_grad
 
     def zero_grad(set_to_none: bool) -> None:
@@ -185,7 +187,7 @@ def test_a_step_without_memory_is_repeated_with_fewer() -> None:
     trainer.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
     assert trainer.train_step(batch_of(0)) == pytest.approx(expected, rel=1e-9)
     assert trainer.kept.count == 2
-    assert trainer.kept.news == [
+    assert trainer.news == [
         "out of memory with the activations of 4 micro-batches: the step is repeated with those of "
         "2"
     ]
@@ -247,7 +249,7 @@ def test_all_ranks_repeat_a_step_in_which_one_runs_out_of_memory(ranks: Ranks) -
             trainer = trainer_of(config, world, module=module)
             trainer.kept.choose([1])
             assert trainer.kept.count == 2
-            if parallel == "fsdp" and not fsdp_can_restart(world):
+            if parallel == "fsdp" and not hasattr(FSDPModule, "reset_iter_state"):
                 with pytest.raises(OutOfMemory):  # on both ranks, none of which waits
                     trainer.train_step(share_of(batch_of(0), sizes, ranks.rank))
                 continue
@@ -257,7 +259,7 @@ def test_all_ranks_repeat_a_step_in_which_one_runs_out_of_memory(ranks: Ranks) -
             reference = trainer_of(config_of(global_batch_size=8))
             assert found == pytest.approx(reference.train_step(batch_of(0)), rel=1e-9)
             assert again == pytest.approx(reference.train_step(batch_of(1)), rel=1e-9)
-            assert "repeated with those of 1" in trainer.kept.news[-1]
+            assert "repeated with those of 1" in trainer.news[-1]
 
 
 @pytest.mark.usefixtures("counted_once")
@@ -272,12 +274,6 @@ def test_a_run_keeps_what_is_planned_and_continues_with_it(
     assert line in capsys.readouterr().out
     train(replace(config, steps=3, resume=True))
     assert [record["kept_micro_batches"] for record in logged(tmp_path)] == [2, 2, 2]
-    capsys.readouterr()
-    roomy = replace(config, steps=4, resume=True, activation_memory="1GiB")
-    train(roomy)
-    assert "each) are kept for the backward pass\n" in capsys.readouterr().out  # none is left
-    train(replace(roomy, steps=5, micro_batch_size=8))
-    assert "kept for the backward pass" not in capsys.readouterr().out
 
 
 def test_a_model_that_cannot_be_counted_keeps_none(

@@ -12,7 +12,7 @@ from torch import nn
 
 from megabatch.losses.objective import create_objective
 from megabatch.models import create
-from megabatch.models.locking import lock, set_modes
+from megabatch.models.layers import lock, set_modes
 from megabatch.training import TrainConfig
 from megabatch.training.batch_norm import batch_norms, explanation, problems, synchronise
 from megabatch.training.world import World

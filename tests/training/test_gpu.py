@@ -1,37 +1,33 @@
-"""The trainer on one device: on the CPU in every run of the tests, on a GPU with `-m gpu`.
+"""The trainer on a GPU: glyph-small on pairs that are made here.
 
-One code for both, with glyph-small on pairs that are made here. What a GPU alone can show says so.
+On the CPU: test_trainer (overflow, micro-batches, checkpoints), test_encoders (locked and compiled
+towers), test_parallel (activations computed again), test_recipes (precisions), test_run_signals.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 from torch import Tensor, nn
 
 from megabatch import GradientCache, InfoNCELoss
 from megabatch.models import create
-from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
+from megabatch.models.blocks import checkpoint_activations
 from megabatch.planning.towers import measure, sample_of
 from megabatch.similarity import set_workspace
 from megabatch.training.trainer import Trainer
 from tests.training.synthetic import CONFIG, LOSSES, batch_of, losses_of, trainer_of, write_shard
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-GPU = [pytest.param("cuda", marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.gpu
 
-
-def _gpu(*values: object) -> ParameterSet:
-    return pytest.param("cuda", *values, marks=pytest.mark.gpu)
+ICONS = "machinery.icon_towers:icon_small"
 
 
 @pytest.fixture(autouse=True)
@@ -49,31 +45,13 @@ def reference() -> list[float]:
     return losses_of(trainer_of("cpu"))
 
 
-@pytest.fixture
-def compiler(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Inductor on GPUs; on the CPU, where it is slow, the rest of torch.compile."""
-
-    def choose(device: str) -> None:
-        torch._dynamo.reset()
-        if device == "cpu":
-            fast = functools.partial(CompiledBlocks, backend="aot_eager")
-            monkeypatch.setattr("megabatch.training.trainer.CompiledBlocks", fast)
-
-    return choose
-
-
 @pytest.mark.parametrize(
-    ("device", "precision", "tolerance"),
-    [  # float16 on the CPU: test_run.py
-        ("cpu", "fp32", 1e-4),
-        ("cpu", "bf16", 3e-2),
-        *(_gpu("fp32", 1e-4), _gpu("bf16", 3e-2), _gpu("fp16", 3e-2)),
-    ],
+    ("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2), ("fp16", 3e-2)]
 )
 def test_each_precision_learns_as_float32_does(
-    device: str, precision: str, tolerance: float, reference: list[float]
+    precision: str, tolerance: float, reference: list[float]
 ) -> None:
-    trainer = trainer_of(device, precision=precision)
+    trainer = trainer_of("cuda", precision=precision)
     losses = losses_of(trainer)
     assert losses == pytest.approx(reference, rel=tolerance)
     assert losses[-1] < losses[0] - 0.1
@@ -81,9 +59,8 @@ def test_each_precision_learns_as_float32_does(
     assert all(parameter.dtype == torch.float32 for parameter in trainer.module.parameters())
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered(device: str) -> None:
-    trainer = trainer_of(device, precision="fp16")
+def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered() -> None:
+    trainer = trainer_of("cuda", precision="fp16")
     losses_of(trainer, range(1))
     trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0**40})
     before = _copies(trainer)
@@ -95,22 +72,19 @@ def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered(device: str) -> N
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "fp32"), _gpu("fp32"), _gpu("bf16")])
-def test_compiled_towers_compute_the_same(
-    device: str, precision: str, reference: list[float], compiler: Callable[[str], None]
-) -> None:
-    compiler(device)
-    losses = losses_of(trainer_of(device, precision=precision, torchcompile=True))
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_compiled_towers_compute_the_same(precision: str, reference: list[float]) -> None:
+    torch._dynamo.reset()
+    losses = losses_of(trainer_of("cuda", precision=precision, torchcompile=True))
     assert losses == pytest.approx(reference, rel=1e-4 if precision == "fp32" else 3e-2)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compile_too", [False, True])
 def test_activations_computed_again_change_nothing(
-    device: str, compile_too: bool, reference: list[float], compiler: Callable[[str], None]
+    compile_too: bool, reference: list[float]
 ) -> None:
-    compiler(device)
-    trainer = trainer_of(device, grad_checkpointing=True, torchcompile=compile_too)
+    torch._dynamo.reset()
+    trainer = trainer_of("cuda", grad_checkpointing=True, torchcompile=compile_too)
     assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
 
 
@@ -120,22 +94,19 @@ def test_what_checkpointing_saves_by_counting() -> None:
         checkpoint_activations(again.module)
         return [measure(t.module, sample_of(t), 1024, "cuda", "fp32").peak for t in (kept, again)]
 
-    blocks, towers = peaks("icon-small"), peaks("glyph-small")
+    blocks, towers = peaks(ICONS), peaks("glyph-small")
     assert blocks[1] < 0.3 * blocks[0]  # 6.3 and 1.7 GiB: of 6 blocks one at a time is whole
     # 195 and 190 MiB: what is computed again is a whole tower, and its graph is all there is.
     assert 0.9 * towers[0] < towers[1] < towers[0]
 
 
-@pytest.mark.parametrize("device", GPU)
-def test_checkpointed_activations_take_less_memory(device: str) -> None:
+def test_checkpointed_activations_take_less_memory() -> None:
     # Beside the 6.3 and 1.7 GiB that are counted above: 84 MiB of gradients, and the loss.
     before = set_workspace(16 << 20)
     try:
         kept, again = (
             _peak(
-                trainer_of(
-                    device, model="icon-small", grad_checkpointing=on, micro_batch_size=1024
-                ),
+                trainer_of("cuda", model=ICONS, grad_checkpointing=on, micro_batch_size=1024),
                 1024,
                 side=64,
             )
@@ -146,19 +117,17 @@ def test_checkpointed_activations_take_less_memory(device: str) -> None:
     assert again < 0.4 * kept
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("on_host", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [64, 24])
 def test_micro_batches_and_gradients_on_the_host_change_nothing(
-    device: str, on_host: bool, micro_batch_size: int, reference: list[float]
+    on_host: bool, micro_batch_size: int, reference: list[float]
 ) -> None:
-    trainer = trainer_of(device, micro_batch_size=micro_batch_size)
+    trainer = trainer_of("cuda", micro_batch_size=micro_batch_size)
     trainer._step._cache.gradients_on_host = on_host
     assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
 
 
-@pytest.mark.parametrize("device", GPU)
-def test_memory_grows_with_features_only(device: str) -> None:
+def test_memory_grows_with_features_only() -> None:
     # 2 x 256 bf16 numbers a pair are 1 kB; the largest phase has features, gradients and their
     # float32 accumulator, 4 kB. Activations of a pair are more than 200 kB.
     before = set_workspace(16 << 20)
@@ -166,7 +135,7 @@ def test_memory_grows_with_features_only(device: str) -> None:
         for on_host in (False, True):
             peaks = []
             for size in (8_192, 32_768):
-                trainer = trainer_of(device, precision="bf16", micro_batch_size=256)
+                trainer = trainer_of("cuda", precision="bf16", micro_batch_size=256)
                 trainer._step._cache.gradients_on_host = on_host
                 peaks.append(_peak(trainer, size))
             assert (peaks[1] - peaks[0]) / (32_768 - 8_192) < 6 * 1024, (on_host, peaks)
@@ -174,15 +143,14 @@ def test_memory_grows_with_features_only(device: str) -> None:
         set_workspace(before)
 
 
-@pytest.mark.parametrize("device", GPU)
-def test_inputs_stay_on_the_host_but_for_two_micro_batches(device: str) -> None:
-    tower = nn.Linear(1 << 16, 32).to(device)
+def test_inputs_stay_on_the_host_but_for_two_micro_batches() -> None:
+    tower = nn.Linear(1 << 16, 32).to("cuda")
 
     def encode(rows: Tensor) -> Tensor:
         return nn.functional.normalize(tower(rows), dim=-1)
 
     inputs = [torch.randn(2_048, 1 << 16) for _ in range(2)]  # 512 MiB each
-    step = GradientCache((encode, encode), InfoNCELoss(0.1), 64, device=device)
+    step = GradientCache((encode, encode), InfoNCELoss(0.1), 64, device="cuda")
     before = set_workspace(16 << 20)
     step(*inputs).backward()
     torch.cuda.synchronize()
@@ -194,9 +162,8 @@ def test_inputs_stay_on_the_host_but_for_two_micro_batches(device: str) -> None:
     assert torch.cuda.max_memory_allocated() - standing < 128 << 20
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_frozen_tower_runs_once_and_stays(device: str) -> None:
-    trainer = trainer_of(device, lock_image=True)
+def test_a_frozen_tower_runs_once_and_stays() -> None:
+    trainer = trainer_of("cuda", lock_image=True)
     before = _copies(trainer)
     calls: list[int] = []
     trainer.module.visual.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -207,36 +174,34 @@ def test_a_frozen_tower_runs_once_and_stays(device: str) -> None:
     for name, value in before.items():
         assert torch.equal(after[name], value) == name.startswith("visual."), name
     assert losses[-1] < losses[0]
-    whole = losses_of(trainer_of(device, lock_image=True, micro_batch_size=64))
+    whole = losses_of(trainer_of("cuda", lock_image=True, micro_batch_size=64))
     assert whole == pytest.approx(losses, rel=1e-4)
 
 
-@pytest.mark.parametrize(("device", "precision"), [("cpu", "bf16"), _gpu("bf16"), _gpu("fp16")])
-def test_a_checkpoint_continues_the_run(device: str, precision: str) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_a_checkpoint_continues_the_run(precision: str) -> None:
     changes = {"precision": precision, "ema_decay": 0.9, "grad_clip_norm": 1.0}
-    straight = trainer_of(device, **changes)
+    straight = trainer_of("cuda", **changes)
     expected = losses_of(straight)
-    first = trainer_of(device, **changes)
+    first = trainer_of("cuda", **changes)
     begun = losses_of(first, range(3))
-    second = trainer_of(device, **changes)
+    second = trainer_of("cuda", **changes)
     second.restore(first.checkpoint())
     losses = begun + losses_of(second, range(3, LOSSES))
-    # Sums of many addends are in no fixed order on a GPU (the embedding's gradient).
-    exact = 0.0 if device == "cpu" else 1e-3
+    exact = 1e-3  # sums of many addends are in no fixed order (the embedding's gradient)
     assert losses == pytest.approx(expected, rel=exact, abs=0.0)
     for name, value in straight.weights().items():
         torch.testing.assert_close(second.weights()[name], value, atol=exact, rtol=exact)
 
 
-@pytest.mark.parametrize("device", GPU)  # the CPU: test_run_signals.py
 def test_a_whole_run_stopped_by_sigterm_continues(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
     from megabatch.training import train
 
     data = str(write_shard(tmp_path / "pairs.tar", 160))
-    straight = replace(CONFIG, device=device, train_data=data, output=tmp_path / "straight")
+    straight = replace(CONFIG, device="cuda", train_data=data, output=tmp_path / "straight")
     assert train(straight) == 0
     stopped = replace(straight, output=tmp_path / "stopped", checkpoint_every=0)
     step = Trainer.train_step
@@ -254,19 +219,15 @@ def test_a_whole_run_stopped_by_sigterm_continues(
 
     one, two = (load_file(run.output / "model.safetensors") for run in (straight, stopped))
     for name, value in one.items():
-        exact = 0.0 if device == "cpu" else 1e-3
-        torch.testing.assert_close(two[name], value, atol=exact, rtol=exact, msg=name)
+        torch.testing.assert_close(two[name], value, atol=1e-3, rtol=1e-3, msg=name)
 
 
-@pytest.mark.parametrize("device", GPU)
-def test_a_run_is_compiled_by_default(
-    device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_compiled_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
     from megabatch.training import load_config, train
 
     data = str(write_shard(tmp_path / "pairs.tar", 160))
-    eager = replace(CONFIG, device=device, train_data=data, output=tmp_path / "eager")
+    eager = replace(CONFIG, device="cuda", train_data=data, output=tmp_path / "eager")
     compiled = replace(eager, output=tmp_path / "compiled", torchcompile=None)
     assert train(eager) == 0
     capsys.readouterr()
@@ -282,13 +243,12 @@ def test_a_run_is_compiled_by_default(
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
 
 
-@pytest.mark.parametrize("device", GPU)
-def test_late_decoding_is_early_decoding(device: str, tmp_path: Path) -> None:
+def test_late_decoding_is_early_decoding(tmp_path: Path) -> None:
     pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
     from megabatch.training import train
 
     data = str(write_shard(tmp_path / "pairs.tar", 160))
-    early = replace(CONFIG, device=device, train_data=data, output=tmp_path / "early", workers=2)
+    early = replace(CONFIG, device="cuda", train_data=data, output=tmp_path / "early", workers=2)
     late = replace(early, output=tmp_path / "late", decode="late")
     assert [train(early), train(late)] == [0, 0]
     losses = [

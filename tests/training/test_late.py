@@ -62,11 +62,11 @@ def test_the_run_is_that_of_early_decoding_also_when_continued(
     assert weights(stopped) == weights(early)
 
 
-@pytest.mark.parametrize("locked", ["", "lock_image", "lock_text"])
+@pytest.mark.parametrize("locked", ["lock_image", "lock_text"])
 def test_late_decoding_with_locked_towers(
     locked: str, early: TrainConfig, late: TrainConfig
 ) -> None:
-    change = {locked: True, "steps": 3} if locked else {"steps": 3, "loss": "siglip"}
+    change = {locked: True, "steps": 3, "loss": "siglip"}
     runs = [replace(config, **change) for config in (early, late)]
     assert [train(config) for config in runs] == [0, 0]
     assert weights(runs[0]) == weights(runs[1])

@@ -23,33 +23,21 @@ from megabatch.training import log as log_module
 from megabatch.training.log import (
     Display,
     Meter,
-    MetricsLog,
     collapse_advice,
     duration,
     memory_bytes,
-    waiting_advice,
 )
 from megabatch.training.trackers import Trackers
-
-
-def log_of(run: Path) -> MetricsLog:
-    return MetricsLog(run, 0, Trackers())
 
 
 def write(run: Path, resumed: int, steps: range, loss: float) -> None:
     with Trackers() as trackers:
         trackers.start(TrainConfig(output=run), resumed, print)
-        log = MetricsLog(run, resumed, trackers)
         for step in steps:
-            log.write({"step": step, "epoch": 0, "loss": loss})
-        log.close()
-
-
-def test_a_record_is_there_at_once(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    log.write({"step": 1, "loss": 2.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
-    log.close()
+            trackers.step({"step": step, "epoch": 0, "loss": loss})
+            last = (run / "metrics.jsonl").read_text().splitlines()[-1]  # it is there at once
+            assert json.loads(last) == {"step": step, "epoch": 0, "loss": loss}
+        trackers.last_step()
 
 
 def test_steps_done_again_are_cut_off_and_so_is_a_half_written_line(tmp_path: Path) -> None:
@@ -100,17 +88,21 @@ class Full:
 
 
 def test_a_full_disk_is_told_once_and_what_was_logged_comes_later(tmp_path: Path) -> None:
-    log = log_of(tmp_path)
-    log._file = full = Full(log._file)  # type: ignore[assignment]
-    told = [log.write({"step": step, "loss": 1.0}) for step in (1, 2, 3)]
-    assert told == ["the log cannot be written: No space left on device", "", ""]
+    told: list[str] = []
+    trackers = Trackers()
+    trackers.start(TrainConfig(output=tmp_path, report_to=""), 0, told.append)
+    trackers._metrics = full = Full(trackers._metrics)  # type: ignore[assignment]
+    for step in (1, 2, 3):
+        trackers.step({"step": step, "loss": 1.0})
+    assert told == ["the log cannot be written: No space left on device; going on"]
     full.full = False
-    assert log.write({"step": 4, "loss": 1.0}) == ""
+    trackers.step({"step": 4, "loss": 1.0})
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
     assert steps == [1, 2, 3, 4]
     full.full = True
-    assert log.write({"step": 5, "loss": 1.0}) != ""  # another outage
-    log.close()
+    trackers.step({"step": 5, "loss": 1.0})
+    assert len(told) == 2  # another outage
+    trackers.last_step()
 
 
 def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,25 +119,6 @@ def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] += 4
     meter.mark()
     assert meter.lap(2) == {"pairs_per_second": 0.5, "data_wait": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "waited", "processes", "images", "resize", "told"),
-    [
-        (100, 10, 2, True, "pillow",
-         "to wait less: --workers above 2; with an OpenCLIP model --image-resize torch"),
-        (100, 10, 2, True, "torch", "to wait less: --workers above 2"),
-        (100, 10, 2, False, "pillow", "to wait less: --workers above 2"),
-        (100, 4, 2, True, "pillow", ""),
-        (50, 40, 2, True, "pillow", ""),  # of so short a run the first batch is a large part
-        (100, 10, 0, True, "pillow", ""),  # samples are copied by a thread
-    ],
-)  # fmt: skip
-def test_advice_on_waiting(
-    seconds: float, waited: float, processes: int, images: bool, resize: Any, told: str
-) -> None:
-    config = TrainConfig(workers=2, image_resize=resize)
-    assert waiting_advice(Meter(seconds, waited), config, processes, images=images) == told
 
 
 def test_memory_counts_what_is_in_use() -> None:

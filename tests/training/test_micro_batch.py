@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
@@ -21,7 +20,6 @@ from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
 from megabatch.training import micro_batch, train
 from megabatch.training.micro_batch import Gauge, MicroBatchSize, Search, Trial
-from megabatch.training.parallel import fsdp_can_restart
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.similarity.distributed.processes import World as Ranks
@@ -287,24 +285,7 @@ def test_a_size_for_which_memory_runs_out_is_left_out() -> None:
     trainer = measured(config_of(global_batch_size=8), module=module)
     trainer.train_step(batch_of(0))
     assert trainer.micro_batch.rows in (2, 4)
-    assert "8: " not in trainer.micro_batch.news[0].split("with")[1]
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_a_search_goes_on_uncompiled_if_a_backward_pass_cannot_be_compiled() -> None:
-    trainer = measured(config_of(global_batch_size=8))
-    trainer._compiled = compiled = mock.Mock()
-    compiled.give_up.side_effect = lambda _: hook.remove()
-
-    def fail(*_: object) -> None:
-        raise TorchDynamoException("no kernel for this")
-
-    hook = trainer.module.visual.register_full_backward_hook(fail)
-    expected = trainer_of(config_of(global_batch_size=8, micro_batch_size=8))
-    assert trainer.train_step(batch_of(0)) == expected.train_step(batch_of(0))
-    assert trainer.micro_batch.measured
-    compiled.give_up.assert_called_once()
+    assert "8: " not in trainer.news[0].split("with")[1]
 
 
 @on_processes(2)
@@ -314,7 +295,7 @@ def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
     for parallel in ("ddp", "fsdp"):
         config = config_of(global_batch_size=8, parallel=parallel)
         before, micro_batch.FIRST = micro_batch.FIRST, 1
-        possible = parallel == "ddp" or fsdp_can_restart(world)
+        possible = parallel == "ddp" or hasattr(FSDPModule, "reset_iter_state")
         most = 2 if ranks.rank and possible else 8  # on one rank the others' size does not fit
         module = toy()
         module.visual = Full(module.visual, most)  # type: ignore[assignment]

@@ -1,9 +1,8 @@
-"""Optimizers, their groups and state against torch's and timm's own; the learning rate."""
+"""Optimizers, their groups and state; the learning rate; the moving average of the weights."""
 
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -17,6 +16,7 @@ from torch import nn
 from megabatch.models import create
 from megabatch.training import TrainConfig
 from megabatch.training.checkpoint import save_tensors
+from megabatch.training.ema import Ema
 from megabatch.training.optimizer import (
     cooldown_steps,
     create_optimizer,
@@ -54,21 +54,6 @@ def test_an_open_clip_models_groups_are_open_clips() -> None:
     assert {"ln_final.bias", "transformer.resblocks.0.attn.in_proj_bias"} <= gains.keys()
     assert {"visual.proj", "text_projection", "token_embedding.weight"} <= matrices.keys()
     assert {"positional_embedding", "transformer.resblocks.0.mlp.c_fc.weight"} <= matrices.keys()
-
-
-@pytest.mark.parametrize("opt", ["adamw", "sgd"])
-def test_fused_updates_are_those_of_one_tensor_at_a_time(opt: str) -> None:
-    fused, plain = small().double(), small().double()
-    optimizers = [create_optimizer(m, TrainConfig(opt=opt, lr=0.1)) for m in (fused, plain)]
-    assert all(group["fused"] for group in optimizers[0].param_groups)
-    for group in optimizers[1].param_groups:
-        group["fused"] = group["foreach"] = False
-    for step in range(4):
-        for module, optimizer in zip((fused, plain), optimizers, strict=True):
-            give_gradients(module, step)
-            optimizer.step()
-    for one, two in zip(fused.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
 
 
 def test_names_decide_even_for_matrices_and_frozen_parameters_are_left_out() -> None:
@@ -120,28 +105,6 @@ def test_state_put_back_from_the_disk_continues_bit_for_bit(
         assert torch.equal(one, two)
 
 
-def test_what_is_kept_of_each_optimizer() -> None:
-    kinds = {}
-    for name in NAMES:
-        module = small()
-        optimizer = create_optimizer(module, TrainConfig(opt=name))  # type: ignore[arg-type]
-        give_gradients(module, 0)
-        optimizer.step()
-        keys = {key.removesuffix(":number") for key in state_tensors(module, optimizer)}
-        kinds[name] = {key for key in keys if key.startswith(("0.weight/", "param_groups.1/"))}
-    both = {"0.weight/exp_avg", "0.weight/exp_avg_sq"}
-    assert kinds == {
-        "adamw": both | {"0.weight/step"},
-        "lamb": both | {"param_groups.1/step"},
-        "lars": {"0.weight/momentum_buffer"},
-        "adafactor": {
-            f"0.weight/{kind}" for kind in ("step", "exp_avg", "exp_avg_sq_r", "exp_avg_sq_c")
-        },
-        "lion": {"0.weight/exp_avg"},
-        "sgd": {"0.weight/momentum_buffer"},
-    }
-
-
 def test_numbers_that_are_no_tensors_come_back_as_numbers() -> None:
     # timm's older Adafactor counts in a Python int: what a library keeps may change.
     module = small()
@@ -175,28 +138,6 @@ def test_lamb_is_as_published_and_clips_nothing() -> None:
     torch.testing.assert_close(module.weight.detach(), before - step)
 
 
-def test_lars_is_as_published() -> None:
-    module = nn.Linear(4, 3, bias=False)
-    before = module.weight.detach().clone()
-    optimizer = create_optimizer(module, TrainConfig(opt="lars", lr=2.0, wd=0.1, momentum=0.0))
-    gradient = torch.randn(3, 4)
-    module.weight.grad = gradient.clone()
-    optimizer.step()
-    ratio = 1e-3 * before.norm() / (gradient.norm() + 0.1 * before.norm())
-    expected = before - 2.0 * ratio * (gradient + 0.1 * before)
-    torch.testing.assert_close(module.weight.detach(), expected)
-
-
-def test_lion_steps_by_signs() -> None:
-    module = nn.Linear(4, 3, bias=False)
-    before = module.weight.detach().clone()
-    optimizer = create_optimizer(module, TrainConfig(opt="lion", lr=0.1, wd=0.5))
-    module.weight.grad = torch.tensor([1.0, -2.0, 0.5, -1e-6]).repeat(3, 1)
-    optimizer.step()
-    signs = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    torch.testing.assert_close(module.weight.detach(), before * (1 - 0.1 * 0.5) - 0.1 * signs)
-
-
 def test_layer_decay_gives_each_layer_its_rate() -> None:
     module = create(TINY).module  # one layer a tower: 0 embeddings, 1 the layer, 2 the end
     config = TrainConfig(layer_decay=0.5, wd=0.2)
@@ -216,27 +157,35 @@ def test_layer_decay_gives_each_layer_its_rate() -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.1, 0.2, 0.4}
 
 
-def test_warm_up_is_linear_and_reaches_the_peak() -> None:
-    config = TrainConfig(lr=8.0, warmup=4)
-    assert [learning_rate(config, step, 100) for step in range(4)] == [2, 4, 6, 8]
+ROOT = 0.5**0.5
+WSD = {"lr_scheduler": "wsd", "lr_cooldown": 4, "warmup": 0}
 
 
-def test_half_a_cosine_from_the_peak_towards_zero() -> None:
-    config = TrainConfig(lr=2.0, warmup=10)
-    values = [learning_rate(config, step, 110) for step in range(10, 110)]
-    assert values == pytest.approx([1 + math.cos(math.pi * i / 100) for i in range(100)])
-    assert values[0] == 2
-    assert values[50] == pytest.approx(1)
-    assert 0 < values[-1] < 0.001
-
-
-def test_const_stays() -> None:
-    config = TrainConfig(lr=2.0, warmup=2, lr_scheduler="const")
-    assert [learning_rate(config, step, 5) for step in range(5)] == [1, 2, 2, 2, 2]
-
-
-def test_no_warm_up_starts_at_the_peak() -> None:
-    assert learning_rate(TrainConfig(lr=3.0, warmup=0), 0, 10) == 3
+@pytest.mark.parametrize(
+    ("changes", "rates"),
+    [
+        ({"lr": 8.0, "warmup": 4, "lr_scheduler": "const"}, [2, 4, 6, 8, 8, 8]),
+        ({"lr": 3.0, "warmup": 3}, [1, 2, 3]),  # all warm-up
+        # Half a cosine from the peak towards zero, which the step after the last would have.
+        ({"lr": 4.0, "warmup": 0}, [4, 2 + 2 * ROOT, 2, 2 - 2 * ROOT]),
+        # OpenCLIP: the step after the last has the end.
+        ({"lr": 5.0, **WSD, "warmup": 2, "lr_cooldown_end": 1.0}, [2.5, 5, 5, 5, 5, 5, 5, 4, 3, 2]),
+        ({**WSD, "lr_scheduler": "const-cooldown"}, [1, 1, 1, 0.75, 0.5, 0.25]),
+        ({**WSD, "lr_cooldown_power": 2.0}, [1, 1, 1, 9 / 16, 1 / 4, 1 / 16]),
+        (
+            {**WSD, "lr_cooldown_shape": "1-sqrt"},
+            [1, 1, 1, 0.5, 1 - ROOT, 1 - 0.75**0.5],
+        ),
+        (
+            {**WSD, "lr_cooldown_shape": "cosine"},
+            [1, 1, 1, 0.5 + ROOT / 2, 0.5, 0.5 - ROOT / 2],
+        ),
+    ],
+)
+def test_learning_rates_of_all_steps(changes: dict[str, Any], rates: list[float]) -> None:
+    config = TrainConfig(**{"lr": 1.0, **changes})
+    found = [learning_rate(config, step, len(rates)) for step in range(len(rates))]
+    assert found == pytest.approx(rates)
 
 
 @pytest.mark.parametrize(
@@ -253,44 +202,6 @@ def test_the_default_warm_up_leaves_room_for_a_cooldown() -> None:
     config = TrainConfig(lr_scheduler="wsd", lr_cooldown=20)
     assert warmup_steps(config, 30) == 2
     assert warmup_steps(TrainConfig(warmup=9), 10) == 9
-
-
-def test_a_run_that_is_all_warm_up() -> None:
-    config = TrainConfig(lr=3.0, warmup=3)
-    assert [learning_rate(config, step, 3) for step in range(3)] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("name", ["const-cooldown", "wsd"])
-def test_stay_and_fall_at_the_end(name: str) -> None:
-    changes = {"lr_scheduler": name, "lr_cooldown": 4, "lr_cooldown_end": 1.0}
-    config = TrainConfig(lr=5.0, warmup=2, **changes)  # type: ignore[arg-type]
-    rates = [learning_rate(config, step, 10) for step in range(10)]
-    assert rates == [
-        2.5,
-        5,
-        5,
-        5,
-        5,
-        5,
-        5,
-        4,
-        3,
-        2,
-    ]  # OpenCLIP: the step after the last has the end
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"lr_cooldown_power": 2.0}, [1, 9 / 16, 1 / 4, 1 / 16]),
-        ({"lr_cooldown_shape": "1-sqrt"}, [1, 0.5, 1 - 0.5**0.5, 1 - 0.75**0.5]),
-        ({"lr_cooldown_shape": "cosine"}, [1, (1 + 0.5**0.5) / 2, 0.5, (1 - 0.5**0.5) / 2]),
-    ],
-)
-def test_shapes_of_the_fall(changes: dict[str, Any], expected: list[float]) -> None:
-    config = TrainConfig(lr=1.0, warmup=0, lr_scheduler="wsd", lr_cooldown=4, **changes)
-    assert [learning_rate(config, step, 6) for step in range(2, 6)] == pytest.approx(expected)
-    assert [learning_rate(config, step, 6) for step in range(2)] == [1, 1]
 
 
 def test_a_fifth_of_the_run_is_the_fall_unless_said() -> None:
@@ -310,3 +221,61 @@ def test_the_peak_grows_with_the_batch(scaling: Any, factor: int) -> None:
     assert learning_rate(config, 0, 10) == pytest.approx(0.5 * factor)
     smaller = replace(config, global_batch_size=256)
     assert peak_learning_rate(smaller) == pytest.approx(0.5 / factor)
+
+
+def moved(module: nn.Module, seed: int) -> None:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn_like(parameter))
+
+
+def test_the_mean_is_the_recursion_with_a_decay_that_rises() -> None:
+    module = nn.Linear(3, 2)
+    ema = Ema(module, 0.3)
+    expected = module.weight.detach().clone()
+    for step, decay in enumerate([2 / 11, 3 / 12, 0.3, 0.3], start=1):  # (1 + t) / (10 + t) first
+        moved(module, step)
+        ema.update(step)
+        expected = decay * expected + (1 - decay) * module.weight.detach()
+    torch.testing.assert_close(ema.state_tensors()["weight/ema"], expected)
+
+
+def test_the_export_has_all_of_the_model_and_only_trained_weights_are_means() -> None:
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    module[0].bias.requires_grad_(False)
+    ema = Ema(module, 0.9)
+    assert ema.state_tensors().keys() == {"0.weight/ema", "1.weight/ema", "1.bias/ema"}
+    start = module[0].weight.detach().clone()
+    moved(module, 1)
+    module(torch.randn(5, 3))  # moves the running statistics
+    state = ema.model_state()
+    assert list(state) == list(module.state_dict())
+    assert torch.equal(state["0.weight"], start)
+    for name in ("0.bias", "1.running_mean", "1.num_batches_tracked"):
+        assert torch.equal(state[name], module.state_dict()[name])
+    copy.deepcopy(module).load_state_dict(state)
+
+
+def test_weights_in_half_precision_are_averaged_in_full() -> None:
+    module = nn.Linear(3, 2).bfloat16()
+    ema = Ema(module, 0.999)
+    assert ema.state_tensors()["weight/ema"].dtype == torch.float32
+    assert ema.model_state()["weight"].dtype == torch.bfloat16
+
+
+def test_put_back_it_goes_on_bit_for_bit() -> None:
+    module = nn.Linear(3, 2)
+    first = Ema(module, 0.9)
+    for step in (1, 2):
+        moved(module, step)
+        first.update(step)
+    second = Ema(module, 0.9)
+    saved = {name: tensor.clone() for name, tensor in first.state_tensors().items()}
+    others = {"weight/exp_avg": torch.zeros(2)}
+    assert second.load_state_tensors(saved | others).keys() == others.keys()
+    moved(module, 3)
+    for ema in (first, second):
+        ema.update(3)
+    for name, mean in first.state_tensors().items():
+        assert torch.equal(mean, second.state_tensors()[name])

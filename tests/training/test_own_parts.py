@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from megabatch.cli import main
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.run_folder import open_run
-from megabatch.training import load_config
+from megabatch.training import TrainConfig, load_config
+from megabatch.training.run import next_command
 from tests.docs.pages import blocks
 from tests.own_parts import MALICIOUS, WriteModule, user_modules
 
@@ -85,11 +87,11 @@ def test_the_example_is_trained_resumed_and_evaluated(
     assert (code, "mine:towers" in out, "would run" in out) == (2, True, False), out
 
 
-def test_an_evaluation_that_comes_next_runs_its_code(
-    mine: Path, command: Command, tmp_path: Path
-) -> None:
-    code, out = command("train", *OWN, "--train-data", "glyphs", "--steps", "1", "--warmup", "0")
-    assert (code, f"next:    megabatch eval {tmp_path / 'run'} --trust\n" in out) == (0, True), out
+def test_an_evaluation_that_comes_next_runs_its_code() -> None:
+    config = TrainConfig(model="mine:towers", train_data="glyphs", output=Path("a b"))
+    assert next_command(config) == "megabatch eval 'a b' --trust"
+    assert next_command(replace(config, model="glyph-small")) == "megabatch eval 'a b'"
+    assert next_command(replace(config, train_data="x.csv")) == "megabatch report 'a b'"
 
 
 def test_a_plan_says_that_the_memory_of_the_loss_is_unknown(mine: Path, command: Command) -> None:
@@ -210,12 +212,19 @@ def test_a_runs_folder_may_not(
 ) -> None:
     assert command("train", "--model", "glyph-small")[0] == 0
     run = tmp_path / "run"
+    # Nor may a checkpoint.
+    (path,) = run.glob("checkpoints/step-*/state.json")
+    state = json.loads(path.read_text())
+    names = {"model": "evil:thing", "loss": "evil:thing", "trust": True}
+    path.write_text(json.dumps({**state, **names, "state": {**state.get("state", {}), **names}}))
+    code, out = command("train", "--model", "glyph-small", "--resume", "--steps", "3")
+    assert (code, "continuing after step 2" in out) == (0, True), out
     config = run / "config.toml"
     changed = re.sub(
         rf'^{setting} = ".*"', f'{setting} = "evil:thing"', config.read_text(), flags=re.M
     )
     config.write_text(changed)
-    code, out = command("train", "--resume", "--steps", "3")
+    code, out = command("train", "--resume", "--steps", "4")
     assert code == 2
     assert f"{config}: {setting} = 'evil:thing' would run code, the module evil" in out
     # The folder's settings are compared only.
@@ -231,14 +240,3 @@ def test_a_runs_folder_may_not(
     assert not (tmp_path / "out").exists()
     with pytest.raises(UsageError, match=r"config\.toml: model = 'evil:thing' would run code"):
         evaluate_run(run, val_data=str(pictures))
-
-
-@pytest.mark.usefixtures("malicious")
-def test_a_checkpoint_may_not(command: Command, tmp_path: Path) -> None:
-    assert command("train", "--model", "glyph-small")[0] == 0
-    (path,) = tmp_path.glob("run/checkpoints/step-*/state.json")
-    state = json.loads(path.read_text())
-    code = {"model": "evil:thing", "loss": "evil:thing", "trust": True}
-    path.write_text(json.dumps({**state, **code, "state": {**state.get("state", {}), **code}}))
-    exit_code, out = command("train", "--model", "glyph-small", "--resume", "--steps", "3")
-    assert (exit_code, "continuing after step 2" in out) == (0, True), out

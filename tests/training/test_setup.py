@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -18,12 +16,11 @@ from torch import nn
 from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
 from megabatch.models import create
-from megabatch.models.locking import locked_towers
-from megabatch.models.resize import TorchResize
+from megabatch.models.images import TorchResize
+from megabatch.models.layers import locked_towers
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,
-    choose_compilation,
     kind_problems,
     length_notes,
     prepare,
@@ -83,44 +80,6 @@ def test_ranks_with_other_settings_or_data_than_rank_0s_are_refused(processes: P
         assert told(20, lr=(0.1, 0.2)[rank]).startswith(settings)
 
 
-def test_no_compiler_for_torch_compile(
-    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CXX", "/nowhere/c++ -O1")
-    with pytest.raises(UsageError, match=r"^--torchcompile: .* no /nowhere/c\+\+ \(CXX names"):
-        prepare(make_config(tmp_path / "run", torchcompile=True))
-    prepare(make_config(tmp_path / "run"))
-    monkeypatch.setenv("CXX", f"{sys.executable} --flag")  # any program will do
-    prepare(make_config(tmp_path / "run", torchcompile=True))
-
-
-def test_compilation_is_the_default_on_gpus_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    def default(device: str) -> tuple[bool | None, str]:
-        config, notes = choose_compilation(TrainConfig(), torch.device(device))
-        return config.torchcompile, "; ".join(notes)
-
-    capability = [9, 0]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: tuple(capability))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
-    triton = importlib.util.spec_from_loader("triton", None)
-    assert triton is not None
-    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(triton))
-    monkeypatch.setenv("CC", f"{sys.executable} --flag")  # any program will do
-    on, note = default("cuda")
-    assert on
-    assert note.startswith("the towers are compiled in the first steps (--no-torchcompile")
-    assert default("cpu") == (False, "")
-    monkeypatch.setenv("CC", "/nowhere/cc")
-    on, note = default("cuda")
-    assert not on
-    assert note.startswith("the towers are not compiled: ")
-    assert "no /nowhere/cc (CC names another one)" in note
-    capability[:] = [6, 1]
-    assert "7.0, and Some GPU has less" in default("cuda")[1]
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert "Triton" in default("cuda")[1]
-
-
 def test_the_default_of_compilation_is_written_as_what_it_means(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -159,13 +118,6 @@ def test_the_resize_is_chosen_for_openclips_transforms_only(
     assert isinstance(train_transform(replace(config, model=TINY), towers), TorchResize)
     pillow = replace(config, image_resize="pillow")
     assert train_transform(pillow, towers) is towers.train_transform
-
-
-def test_a_batch_larger_than_the_data(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", global_batch_size=41)
-    assert (
-        refused(config) == "--global-batch-size 41: expected at most 40, the pairs that there are"
-    )
 
 
 def test_a_default_that_does_not_suit_the_data_is_called_one(
@@ -218,37 +170,28 @@ def test_epochs_make_as_many_steps_as_there_are_whole_batches(
     assert prepare(config).total_steps == 3 * (40 // 12)
 
 
-def test_a_folder_that_is_a_file(make_config: MakeConfig, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    assert (
-        refused(make_config(tmp_path / "file"))
-        == f"--output {tmp_path / 'file'}: {tmp_path / 'file'} is not a folder"
-    )
-    inside = make_config(tmp_path / "file" / "run")
-    assert refused(inside).endswith(
-        f"{tmp_path / 'file' / 'run'}: {tmp_path / 'file'} is not a folder"
-    )
-
-
-def test_a_folder_that_cannot_be_written_to(make_config: MakeConfig) -> None:
+def test_a_folder_that_cannot_be_a_new_runs(make_config: MakeConfig, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert refused(make_config(file)) == f"--output {file}: {file} is not a folder"
+    assert refused(make_config(file / "run")).endswith(f"{file / 'run'}: {file} is not a folder")
     assert refused(make_config("/proc/run")).startswith(
         "--output /proc/run: /proc cannot be written to: "
     )
-
-
-def test_a_folder_that_holds_a_run(make_config: MakeConfig, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    message = refused(make_config(tmp_path, resume=True))
+    assert message == f"--resume: {tmp_path} has checkpoints but no config.toml"
     config = make_config(tmp_path)
     save_config(config, tmp_path / "config.toml")
     assert "holds a run already; continue it with --resume" in refused(config)
+    (tmp_path / "config.toml").write_text("lr = ")
+    assert "config.toml: not TOML" in refused(make_config(tmp_path, resume=True))
 
 
-def test_a_folder_with_other_things_is_taken(make_config: MakeConfig, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    assert train(make_config(tmp_path, steps=2)) == 0
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-
-
-def test_a_run_is_not_resumed_with_other_settings(make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_run_is_not_resumed_with_other_settings_but_those_that_change_no_result(
+    make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")  # other things are no hindrance
     save_config(make_config(tmp_path), tmp_path / "config.toml")
     message = refused(make_config(tmp_path, resume=True, lr=0.5, seed=3, log_every=7))
     assert message == (
@@ -256,26 +199,8 @@ def test_a_run_is_not_resumed_with_other_settings(make_config: MakeConfig, tmp_p
         "--lr was 0.001, is 0.5, --seed was 0, is 3"
     )
 
-
-def test_settings_that_change_no_result_may_differ(make_config: MakeConfig, tmp_path: Path) -> None:
-    save_config(make_config(tmp_path), tmp_path / "config.toml")
     changes = {"workers": 1, "log_every": 2, "checkpoint_every": 1, "keep_checkpoints": 5}
     prepare(make_config(tmp_path, resume=True, steps=20, device="auto", **changes))
-
-
-def test_checkpoints_without_a_configuration_are_not_guessed_at(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    (tmp_path / "checkpoints").mkdir()
-    message = refused(make_config(tmp_path, resume=True))
-    assert message == f"--resume: {tmp_path} has checkpoints but no config.toml"
-
-
-def test_a_damaged_configuration_of_the_run_is_named(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    (tmp_path / "config.toml").write_text("lr = ")
-    assert "config.toml: not TOML" in refused(make_config(tmp_path, resume=True))
 
 
 def test_a_column_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import struct
 import sys
@@ -58,7 +59,7 @@ def offline_records(run: Path) -> list[Any]:
     return found
 
 
-def points(records: list[Any]) -> dict[str, list[tuple[int, float]]]:
+def curves_of(records: list[Any]) -> dict[str, list[tuple[int, float]]]:
     """Each curve's (step, value)s."""
     found: dict[str, list[tuple[int, float]]] = {}
     for record in records:
@@ -99,6 +100,7 @@ def test_a_resumed_run_gives_each_tracker_its_curves_and_settings_under_one_id(
     client = MlflowClient(tracking_uri=f"sqlite:///{config.output}/mlflow.db")
     ids = json.loads((config.output / "trackers.json").read_text())
     assert client.get_run(ids["mlflow"]).info.status == "KILLED"
+    shutil.rmtree(config.output / "checkpoints/step-00000008")  # two steps are repeated
     assert train(replace(config, resume=True)) == 0
     assert weights(config.output) == weights(straight.output)
     assert json.loads((config.output / "trackers.json").read_text()) == ids
@@ -116,9 +118,11 @@ def check_weights_and_biases(folder: Path, run_id: str) -> None:
     updates = [u for record in records for u in (*record.config.update, *record.run.config.update)]
     told = {update.key: update.value_json for update in updates}
     assert (told["global_batch_size"], told["loss"]) == ("8", '"clip"')
-    curves = points(records)
+    curves = curves_of(records)
     for name in ("loss", "grad_norm", "logit_scale"):
-        assert curves[f"train/{name}"] == [(r["step"], r[name]) for r in logged(folder)]
+        # Only the server knows, in which steps a resumed run has points already.
+        points = sorted(set(curves[f"train/{name}"]))
+        assert points == [(r["step"], r[name]) for r in logged(folder)]
     evaluation = json.loads((folder / "evaluation.json").read_text())
     recall = evaluation["retrieval"]["pairs"]["model"]["image_to_text/recall@1"]
     assert curves["val/pairs/image_to_text/recall@1"] == [(12, recall)]
@@ -130,6 +134,8 @@ def check_mlflow(folder: Path, run: Any, client: Any) -> None:
     history = client.get_metric_history(run.info.run_id, "train/loss")
     losses = [(record["step"], record["loss"]) for record in logged(folder)]
     assert sorted((metric.step, metric.value) for metric in history) == losses
+    (recall,) = client.get_metric_history(run.info.run_id, "val/pairs/image_to_text/recall_at_1")
+    assert recall.step == 12
 
 
 class Recorder:
@@ -180,7 +186,7 @@ def test_a_tracker_that_cannot_start_is_left_out(
     told: list[str] = []
     started = Trackers()
     started.start(TrainConfig(output=tmp_path, report_to="wandb, mlflow"), 0, told.append)
-    started.scalars({"train/loss": 1.0}, 1)
+    started.step({"step": 1, "loss": 1.0})
     with pytest.raises(KeyError), started:
         raise KeyError
     assert told == ["--report-to wandb failed, going on without it: no key"]
@@ -200,7 +206,7 @@ def test_a_full_disk_is_told_without_a_traceback_of_tensorboard_s_thread(
         started.start(TrainConfig(output=tmp_path), 0, told.append)
         monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
         while not told:  # the thread fails at the first one, and then the next call does
-            started.scalars({"train/loss": 1.0}, 1)
+            started.step({"step": 1, "loss": 1.0})
         failing = threading.Thread(target=full, args=(None, b""))
         failing.start()
         failing.join()
@@ -231,26 +237,6 @@ def test_the_launchers_signal_does_not_cut_off_the_end_of_trackers(
     finally:
         signal.signal(signal.SIGTERM, before)
     assert (slow.ended, received) == ("failed", [])
-
-
-def test_mlflow_gets_the_steps_that_a_killed_run_repeats_once(tmp_path: Path) -> None:
-    from mlflow.tracking import MlflowClient
-
-    config = TrainConfig(output=tmp_path)
-    for steps in ([1, 2, 3], [2, 3, 4]):
-        tracker = trackers.Mlflow(config, steps[0] - 1)
-        for step in steps:
-            tracker.scalars({"train/loss": step / 8}, step)
-        tracker.scalars({"val/recall@1": 0.5}, 2)
-        tracker.close("failed")
-    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow.db")
-    run = json.loads((tmp_path / "trackers.json").read_text())["mlflow"]
-    history = {
-        name: [(point.step, point.value) for point in client.get_metric_history(run, name)]
-        for name in ("train/loss", "val/recall_at_1")
-    }
-    losses = [(1, 0.125), (2, 0.25), (3, 0.375), (4, 0.5)]
-    assert history == {"train/loss": losses, "val/recall_at_1": [(2, 0.5)]}
 
 
 def test_mlflow_reports_what_its_thread_could_not_send(
@@ -287,7 +273,7 @@ def test_mlflow_reports_what_its_thread_could_not_send(
     told: list[str] = []
     with Trackers() as started:
         started.start(TrainConfig(output=tmp_path, report_to="mlflow"), 0, told.append)
-        started.scalars({"val/a@b": 1.0}, 1)
+        started.validation(1, None, {"a@b": 1.0})
     assert sent == ["http://nowhere.invalid", (f"glyphs/{tmp_path.name}", "RUNNING")]
     assert told == ["--report-to mlflow failed, going on without it: no val/a_at_b"]
 

@@ -23,6 +23,7 @@ from megabatch.evaluation.table import ACCURACY
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig, checkpoint, evaluating, train
 from megabatch.training.setup import prepare
+from megabatch.training.trackers import Trackers
 from megabatch.training.validation import Validation, figures, keep_best
 from megabatch.training.world import World
 from tests.training.conftest import MakeConfig
@@ -129,7 +130,7 @@ def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
     with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
         validation.figures(load_file(run.output / "model.safetensors"))
     with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
-        evaluating.evaluate(run, world, Console(quiet=True), print)
+        evaluating.evaluate(run, 12, world, Console(quiet=True), Trackers())
 
 
 def test_the_names_of_a_classification_s_figures() -> None:

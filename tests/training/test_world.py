@@ -48,44 +48,11 @@ def test_an_environment_that_makes_no_sense(environ: dict[str, str]) -> None:
         place(environ)
 
 
-ELASTIC = {**TORCHRUN, "TORCHELASTIC_RUN_ID": "a 1", "TORCHELASTIC_MAX_RESTARTS": "0"}
-ONE_NODE = {**ELASTIC, "LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}
-TWO_NODES = {**ELASTIC, "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "node-0"}
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, "megabatch train --output 'a b'"),
-        (
-            {**SLURM, **ONE_NODE, "TORCHELASTIC_MAX_RESTARTS": "3"},
-            "torchrun --standalone --nproc-per-node 8 --max-restarts 3 "
-            "-m megabatch train --output 'a b'",
-        ),
-        (
-            {**ONE_NODE, **ALONE, "LOCAL_WORLD_SIZE": "1"},
-            "torchrun --standalone --nproc-per-node 1 -m megabatch train --output 'a b'",
-        ),
-        (
-            TWO_NODES,
-            "torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "
-            "node-0:29500 --rdzv-id 'a 1' -m megabatch train --output 'a b' "
-            "(on each of 2 machines)",
-        ),
-        (
-            {**SLURM, "SLURM_STEP_NUM_NODES": "2"},
-            "srun --nodes 2 --ntasks 4 --kill-on-bad-exit=1 python -m megabatch train "
-            "--output 'a b'",
-        ),
-        ({**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell of srun's
-        (TORCHRUN, "megabatch train --output 'a b' (in 8 processes, started as before)"),
-    ],
-)
-def test_a_run_is_continued_by_its_launcher(environ: dict[str, str], expected: str | None) -> None:
-    assert command_again(["--output", "a b"], environ) == (
-        expected or "megabatch train --output 'a b'"
-    )
+def test_a_run_is_continued_by_its_launcher() -> None:
+    command = "megabatch train --output 'a b'"
+    assert command_again(["--output", "a b"], {}) == command
+    several = command_again(["--output", "a b"], TORCHRUN)
+    assert several == f"{command} (in 8 processes, started as before)"
 
 
 def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ class TrainConfig:
     model: str = ""
     """Required: the name of an open_clip architecture such as ViT-B-32; local-dir:PATH, a folder
     that open_clip saved for the hub; hf:PATH, a folder that transformers saved, with a model of
-    images and texts (CLIP, SigLIP) or a text encoder for pairs of texts; glyph-small or icon-small;
-    or module:function, your own (docs/recipes.md). `megabatch models` lists all names."""
+    images and texts (CLIP, SigLIP) or a text encoder for pairs of texts; glyph-small; or
+    module:function, your own (docs/recipes.md). `megabatch models` lists all names."""
     pretrained: Path | None = None
     """Initial weights: a local .safetensors file, a .pt file of OpenCLIP's trainer, or a folder
     that open_clip or a run wrote."""
@@ -237,8 +237,8 @@ class TrainConfig:
     free, measured in the first two steps, on the CPU 0."""
     torchcompile: Annotated[bool | None, MAY_CHANGE] = None
     """Compile the towers' blocks with torch.compile, which takes a minute at the start and makes
-    steps faster. A model that cannot be compiled runs as it is. Default: compile on GPUs if Triton
-    and a C compiler (gcc, clang, or the one that CC names) are available, but not on the CPU."""
+    steps faster. Blocks that cannot be compiled run as they are, and a line says why (Triton and a
+    C compiler are needed). Default: compile on GPUs, but not on the CPU."""
 
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
     """Print the memory that a step needs before the first one and, if it cannot fit, refuse or

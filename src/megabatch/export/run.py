@@ -18,7 +18,7 @@ from megabatch.imports import named_extras
 from megabatch.models import Towers
 from megabatch.models.hf_text_pair import TextPair
 from megabatch.models.hf_two_towers import HuggingFaceTwoTowers
-from megabatch.models.two_towers import TwoTowers
+from megabatch.models.towers import TwoTowers
 
 #: Writes a model's files into an empty folder; returns sentences that its users must know.
 Writer: TypeAlias = Callable[[Opened, Path], list[str]]

@@ -1,14 +1,12 @@
-"""Two-tower models by name: open_clip's, Hugging Face's, and two small ones of our own."""
+"""Two-tower models by name: open_clip's, Hugging Face's, and a small one of our own."""
 
 from typing import TYPE_CHECKING
 
 from megabatch.imports import lazy
 
 if TYPE_CHECKING:
-    from megabatch.models.options import ModelOptions
     from megabatch.models.registry import available, create
-    from megabatch.models.towers import Towers
-    from megabatch.models.two_towers import TwoTowers
+    from megabatch.models.towers import ModelOptions, Towers, TwoTowers
 
 __all__ = ["ModelOptions", "Towers", "TwoTowers", "available", "create"]
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.errors import one_line
+from megabatch.models.images import PatchConvolution, PixelNormalization
 from megabatch.models.layers import Tower, tower_of
-from megabatch.models.patches import PatchConvolution
-from megabatch.models.pixels import PixelNormalization
 from megabatch.torch_internals import configure_compiler, mark_compiled_in_place
 
 
@@ -56,12 +55,15 @@ class CompiledBlocks:
     the input or, where the length of texts varies, for all shapes. Hooks, such as FSDP2's, stay
     outside. If a list's blocks cannot be compiled, they run as they are.
 
-    Attributes:
-        news: lines for the user since they were last cleared.
     """
 
     def __init__(
-        self, module: nn.Module, varying: Collection[Tower] = (), *, backend: str | Any = "inductor"
+        self,
+        module: nn.Module,
+        varying: Collection[Tower] = (),
+        tell: Callable[[str], None] = print,
+        *,
+        backend: str | Any = "inductor",
     ) -> None:
         """Replace the forward of each block; nothing is compiled before it is called.
 
@@ -69,9 +71,10 @@ class CompiledBlocks:
             module: the model, with the interface of `Towers.module`.
             varying: the towers that get texts of varying lengths. Their graphs take all shapes.
                 Others are compiled for each shape, which makes faster kernels.
+            tell: is called with a line for the user.
             backend: see torch.compile.
         """
-        self.news: list[str] = []
+        self._tell = tell
         lists = lists_to_compile(module)
         self._compiled = set(lists)  # all but the lists that cannot be
         # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
@@ -83,11 +86,6 @@ class CompiledBlocks:
             for block in members:
                 block.forward = functools.partial(self._run, name, compiled, block.forward)
                 mark_compiled_in_place(block)
-
-    def give_up(self, error: Exception) -> None:
-        """Run all blocks uncompiled from now on: a backward pass could not be compiled."""
-        self._compiled.clear()
-        self._tell_failure("the model's blocks", error)
 
     def _run(
         self,
@@ -108,12 +106,9 @@ class CompiledBlocks:
         except Exception as error:  # of any type, depending on the compiler's part that failed
             result = forward(*args, **kwargs)  # raises the block's own errors
             self._compiled.discard(name)
-            self._tell_failure(name, error)
+            reason = one_line(error, 200)
+            self._tell(f"torch.compile fails for {name}, which run uncompiled: {reason}")
             return result
-
-    def _tell_failure(self, what: str, error: Exception) -> None:
-        reason = one_line(error, 200)
-        self.news.append(f"torch.compile fails for {what}, which run uncompiled: {reason}")
 
 
 def _forward_of_its_own() -> Callable[..., Any]:

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError
 from megabatch.models import weights as files
 from megabatch.models.hf_folder import FolderTokenizer, check_padding, read_model, read_tokenizer
 from megabatch.models.layers import Tower, lock_layers
-from megabatch.models.options import ModelOptions
 from megabatch.models.padding import Lengths, is_masked_kind, without_padding
 from megabatch.models.pooling import Pooling, pool
-from megabatch.models.towers import Towers, outputs
+from megabatch.models.towers import ModelOptions, Towers, TwoTowers
 
 
 def create(
@@ -34,18 +31,9 @@ def create(
     encoder = read_model(folder, config, pooler=False)
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, for another task: no feature uses it
-    start = options.init_logit_scale
-    scale = math.log(1 / 0.05) if start is None else start  # common for sentence encoders
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
     check_padding(tokenizer)
-    module = TextPair(
-        encoder,
-        pad=tokenizer.pad,
-        pooling=options.hf_pooling,
-        share=options.hf_share,
-        init_logit_scale=scale,
-        init_logit_bias=options.init_logit_bias,
-    )
+    module = TextPair(encoder, tokenizer.pad, options)
     if weights is not None:
         files.fill(module, files.load(weights), weights, name)
     first = FirstText(tokenizer)
@@ -78,47 +66,30 @@ class TextEncoder(nn.Module):
         return pool(states, mask, self.pooling)
 
 
-class TextPair(nn.Module):
+class TextPair(TwoTowers):
     """Two texts, encoded by one encoder or two; the first takes the place of the image.
 
-    With `share` both sides are one module, and there is no child `second`.
+    If both sides share one module, there is no child `second`.
     """
 
-    def __init__(
-        self,
-        encoder: nn.Module,
-        *,
-        pad: int,
-        pooling: Pooling,
-        share: bool,
-        init_logit_scale: float,
-        init_logit_bias: float | None,
-    ) -> None:
-        super().__init__()
-        self.first = TextEncoder(encoder, pad=pad, pooling=pooling)
-        if not share:
-            self.second = TextEncoder(copy.deepcopy(encoder), pad=pad, pooling=pooling)
-        self.share = share
-        self.logit_scale = nn.Parameter(torch.tensor(init_logit_scale))
-        bias = None if init_logit_bias is None else nn.Parameter(torch.tensor(init_logit_bias))
-        self.logit_bias: nn.Parameter | None
-        self.register_parameter("logit_bias", bias)
+    def __init__(self, encoder: nn.Module, pad: int, options: ModelOptions) -> None:
+        nn.Module.__init__(self)
+        self.first = TextEncoder(encoder, pad=pad, pooling=options.hf_pooling)
+        if not options.hf_share:
+            second = copy.deepcopy(encoder)
+            self.second = TextEncoder(second, pad=pad, pooling=options.hf_pooling)
+        self.share = options.hf_share
+        self.start_scale(options, math.log(1 / 0.05))  # common for sentence encoders
 
-    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, hidden size) of the first texts' tokens, int64 (n, context_length)."""
-        features = self.first(image)
-        return F.normalize(features, dim=-1) if normalize else features
+    @property
+    def visual(self) -> TextEncoder:  # type: ignore[override]
+        """The encoder of first texts."""
+        return self.first
 
-    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, hidden size) of the second texts' tokens, int64 (n, context_length)."""
-        features = self.first(text) if self.share else self.second(text)
-        return F.normalize(features, dim=-1) if normalize else features
-
-    def forward(
-        self, image: Tensor | None = None, text: Tensor | None = None
-    ) -> dict[str, Tensor | None]:
-        """Normalised features of both, and the scale; see `Towers`."""
-        return outputs(self, image, text)
+    @property
+    def text(self) -> TextEncoder:  # type: ignore[override]
+        """The encoder of second texts."""
+        return self.first if self.share else self.second
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute activations in the backward pass; the interface is open_clip's."""

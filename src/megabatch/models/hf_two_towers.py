@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from megabatch.errors import UsageError, one_line
 from megabatch.models.hf_folder import check_padding, read_model, read_tokenizer
-from megabatch.models.layers import lock_layers
+from megabatch.models.images import multiply_patches, with_bytes
 from megabatch.models.names import has_weights
-from megabatch.models.options import ModelOptions
 from megabatch.models.padding import (
     Lengths,
     is_masked_kind,
@@ -22,10 +21,7 @@ from megabatch.models.padding import (
     up_to_largest,
     without_padding,
 )
-from megabatch.models.patches import multiply_patches
-from megabatch.models.pixels import with_bytes
-from megabatch.models.towers import Towers
-from megabatch.models.two_towers import TwoTowers, load
+from megabatch.models.towers import ModelOptions, Towers, TwoTowers, load
 
 #: Model types whose features are the towers' pooled outputs, with a projection if there is one; and
 #: whether padding is masked in the text tower. CLIP's text tower reads only up to the first end
@@ -143,14 +139,6 @@ class HuggingFaceTwoTowers(TwoTowers):
         super().__init__(ImageTower(model), TextTower(model, pad))
         self.logit_scale = model.logit_scale
         self.logit_bias = getattr(model, "logit_bias", None)
-
-    def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Freeze the image tower except for its last layers; the interface is open_clip's."""
-        lock_layers(self, "visual.", unlocked_groups)
-
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower except for its last layers."""
-        lock_layers(self, "text.", unlocked_layers)
 
 
 def _initialise_scale(model: Any, options: ModelOptions, fresh: bool) -> None:

@@ -15,7 +15,6 @@ from megabatch.models import weights
 #: Our own models, each with a line on it.
 OWN = {
     "glyph-small": "small towers for the built-in glyphs, for two CPU cores",
-    "icon-small": "a small vision transformer and a bag of text features, for the icons",
 }
 HUGGING_FACE, OPENCLIP = "hf:", "local-dir:"
 #: Prefixes of folders, each with the file that such a folder has: of transformers'

@@ -14,10 +14,8 @@ import torch
 
 from megabatch.errors import UsageError, one_line
 from megabatch.models import weights as files
-from megabatch.models.options import ModelOptions
-from megabatch.models.patches import multiply_patches
-from megabatch.models.pixels import with_bytes
-from megabatch.models.towers import Towers
+from megabatch.models.images import multiply_patches, with_bytes
+from megabatch.models.towers import ModelOptions, Towers
 
 #: Prefix of the name of a folder that open_clip saved, as in open_clip.
 FOLDER = "local-dir:"

@@ -1,16 +1,72 @@
-"""The interface of a model to the rest of the library."""
+"""The interface of a model to the rest of the library, and a module of two towers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.models.layers import Tower
+from megabatch.hints import option
+from megabatch.losses.registry import TRAINABLE
+from megabatch.models import weights as files
+from megabatch.models.layers import Tower, lock_layers
 from megabatch.models.padding import Lengths
+from megabatch.models.pooling import Pooling
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Changes to a model's own configuration; None leaves it unchanged.
+
+    Args:
+        force_patch_dropout: fraction of the image's patches dropped in training, at least 0 and
+            below 1 (Li et al. 2022, FLIP, arXiv 2212.00794).
+        force_image_size: pixels per side; positional embeddings of loaded weights are resized.
+        force_context_length: tokens per text, likewise.
+        init_logit_scale: initial logarithm of the logit scale.
+        init_logit_bias: initial logit bias; a model without one gets one. Both only apply if loaded
+            weights have no value.
+        hf_pooling: for "hf:" models, the feature of a text: the mean over its tokens, the first
+            token or the last one.
+        hf_share: for "hf:" models, one encoder for both texts; otherwise two, with equal initial
+            weights.
+    """
+
+    force_patch_dropout: float | None = None
+    force_image_size: int | None = None
+    force_context_length: int | None = None
+    init_logit_scale: float | None = None
+    init_logit_bias: float | None = None
+    hf_pooling: Pooling = "mean"
+    hf_share: bool = True
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> ModelOptions:
+        """Extract the options from a run's settings, such as its config.toml.
+
+        With `loss` among the settings, scale and bias start where that loss wants them unless they
+        are set: those of "siglip" at 10 and -10, as in the paper (Zhai et al. 2023, arXiv
+        2303.15343) and OpenCLIP.
+        """
+        names = [field.name for field in fields(cls)]
+        chosen = {name: settings[name] for name in names if settings.get(name) is not None}
+        if loss := TRAINABLE.get(settings.get("loss", "")):
+            starts = {"init_logit_scale": loss.initial_scale, "init_logit_bias": loss.initial_bias}
+            chosen = {k: value for k, value in starts.items() if value is not None} | chosen
+        for name in chosen.keys() & {"init_logit_scale", "init_logit_bias"}:
+            chosen[name] = float(chosen[name])  # of a whole number torch makes no parameter
+        return cls(**chosen)
+
+    def given(self, *names: str) -> list[str]:
+        """Those of the named options that differ from their defaults, in command line notation."""
+        default = ModelOptions()
+        return [option(name) for name in names if getattr(self, name) != getattr(default, name)]
 
 
 @dataclass
@@ -44,12 +100,74 @@ class Towers:
     lengths: Mapping[Tower, Lengths] = field(default_factory=dict)
 
 
-def outputs(module: Any, image: Tensor | None, text: Tensor | None) -> dict[str, Tensor | None]:
-    """Compute the output of `Towers.module` with its own encoders."""
-    found = {
-        "image_features": None if image is None else module.encode_image(image, normalize=True),
-        "text_features": None if text is None else module.encode_text(text, normalize=True),
-        "logit_scale": module.logit_scale.exp(),
-    }
-    bias = module.logit_bias
-    return found if bias is None else {**found, "logit_bias": bias}
+class TwoTowers(nn.Module):
+    """Two towers with the interface of `Towers.module`.
+
+    Args:
+        visual: images to features (n, d), not normalised.
+        text: tokens to features (n, d), not normalised.
+        options: initial scale and bias; default: open_clip's scale, and no bias.
+    """
+
+    def __init__(
+        self, visual: nn.Module, text: nn.Module, options: ModelOptions | None = None
+    ) -> None:
+        super().__init__()
+        self.visual = visual
+        self.text = text
+        self.start_scale(options or ModelOptions())
+
+    def start_scale(self, options: ModelOptions, default: float = math.log(1 / 0.07)) -> None:
+        """Make the parameters: the scale's logarithm, and the bias if the options have one."""
+        start, bias = options.init_logit_scale, options.init_logit_bias
+        self.logit_scale = nn.Parameter(torch.tensor(default if start is None else start))
+        self.logit_bias: nn.Parameter | None
+        self.register_parameter(
+            "logit_bias", None if bias is None else nn.Parameter(torch.tensor(bias))
+        )
+
+    def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
+        """Features (n, d) of transformed images."""
+        features = self.visual(image)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
+        """Features (n, d) of tokens, int64 (n, context_length)."""
+        features = self.text(text)
+        return F.normalize(features, dim=-1) if normalize else features
+
+    def forward(
+        self, image: Tensor | None = None, text: Tensor | None = None
+    ) -> dict[str, Tensor | None]:
+        """Normalised features of both, and the scale; see `Towers`."""
+        found = {
+            "image_features": None if image is None else self.encode_image(image, normalize=True),
+            "text_features": None if text is None else self.encode_text(text, normalize=True),
+            "logit_scale": self.logit_scale.exp(),
+        }
+        bias = self.logit_bias
+        return found if bias is None else {**found, "logit_bias": bias}
+
+    def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
+        """Freeze the image tower except for its last layers; the interface is open_clip's."""
+        lock_layers(self, "visual.", unlocked_groups)
+
+    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
+        """Freeze the text tower except for its last layers."""
+        lock_layers(self, "text.", unlocked_layers)
+
+
+def load(module: TwoTowers, weights: Path, name: str) -> None:
+    """Load a whole model's weights.
+
+    A bias that the file lacks keeps its initial value; one that the module lacks is added.
+
+    Raises:
+        UsageError: the file holds another model's weights.
+    """
+    state = files.load(weights)
+    if "logit_bias" in state and module.logit_bias is None:
+        module.logit_bias = nn.Parameter(torch.zeros(()))
+    if "logit_bias" not in state and module.logit_bias is not None:
+        state["logit_bias"] = module.logit_bias.detach()
+    files.fill(module, state, weights, name)

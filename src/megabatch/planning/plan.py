@@ -15,7 +15,7 @@ from megabatch.errors import UsageError, are, plural
 from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
-from megabatch.models.locking import locked_towers
+from megabatch.models.layers import locked_towers
 from megabatch.planning.compiled import CompiledBlocks
 from megabatch.planning.lengths import TextLengths
 from megabatch.planning.loss import loss_bytes, loss_seconds

@@ -16,8 +16,7 @@ from torch.func import functional_call
 
 from megabatch import torch_internals
 from megabatch.models import Towers
-from megabatch.models.layers import Tower
-from megabatch.models.locking import locked_towers
+from megabatch.models.layers import Tower, locked_towers
 from megabatch.planning.compiled import CompiledBlocks
 from megabatch.planning.counter import counted, fake_copies
 from megabatch.planning.work import Work

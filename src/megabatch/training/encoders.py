@@ -14,8 +14,7 @@ from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.gradient_cache.batches import Feed
 from megabatch.gradient_cache.outputs import StepMemory
-from megabatch.models.layers import Tower
-from megabatch.models.locking import locked_towers
+from megabatch.models.layers import Tower, locked_towers
 from megabatch.models.padding import Lengths
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from rich.console import Console
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError, naming
 from megabatch.imports import MissingLibrary, named_extras
+from megabatch.training import validation
+from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
 # Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
@@ -52,22 +54,23 @@ def readable(folder: Path, world: World) -> bool:
 
 
 def evaluate(
-    config: TrainConfig,
-    world: World,
-    console: Console,
-    on_figures: Callable[[dict[str, Any]], None],
+    config: TrainConfig, step: int, world: World, console: Console, trackers: Trackers
 ) -> None:
-    """Evaluate the run on all ranks of the world; rank 0 prints the figures.
-
-    Args:
-        config, world, console: of the run.
-        on_figures: as for `megabatch.evaluation.run.evaluate`.
+    """Evaluate the run after its last step, on all ranks of the world; rank 0 prints the figures.
 
     Raises:
         UsageError: on all ranks.
     """
     from megabatch.evaluation import evaluate_run
     from megabatch.evaluation.table import print_evaluation
+
+    def record(evaluation: dict[str, Any]) -> None:
+        weights = config.output / "model.safetensors"
+        validation.record(
+            *(config, step, validation.figures(evaluation)),
+            lambda path: shutil.copyfile(weights, path),
+            *(trackers, console),
+        )
 
     several = world.size > 1
     with console.status("evaluating"), world.failures("evaluating"):
@@ -76,7 +79,7 @@ def evaluate(
             device=world.device.type if several else str(world.device),
             group=None if several else "local",
             val_data=config.val_data,
-            on_figures=on_figures,
+            on_figures=record,
             trust=True,  # this run wrote the folder, and has run the model's code
         )
     if world.main:

@@ -6,9 +6,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import NoReturn
 
 #: EX_TEMPFAIL of sysexits.h: run the same command again. No process that a signal kills, and no
 #: shell that reports one, exits with it, so it implies that there is a checkpoint.
@@ -17,7 +17,12 @@ EX_TEMPFAIL = 75
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class Interrupt:
+class Ended(SystemExit):
+    """A signal came after the last checkpoint; its code is that of an interrupted run."""
+
+
+@contextlib.contextmanager
+def signals_recorded(*, announce: bool = False) -> Iterator[list[int]]:
     """A context in which SIGINT, SIGTERM and SIGUSR1 are recorded and otherwise ignored.
 
     A second SIGINT, which comes from an impatient user, has its usual effect. Schedulers may repeat
@@ -26,35 +31,47 @@ class Interrupt:
     Args:
         announce: say on stderr what follows, as the step may take minutes.
 
-    Attributes:
-        received: number of the first signal, or 0.
+    Yields:
+        The numbers of the signals so far.
     """
+    received: list[int] = []
+    second_ctrl_c = signal.getsignal(signal.SIGINT)
 
-    def __init__(self, announce: bool = False) -> None:
-        self.announce = announce
-        self.received = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Interrupt:
-        for number in _SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.announce and not self.received:
+    def note(number: int, frame: FrameType | None) -> None:
+        if announce and not received:
             _say_what_follows(number)
-        self.received = self.received or number
+        received.append(number)
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+            signal.signal(signal.SIGINT, second_ctrl_c)
+
+    with _handled_by(note):
+        yield received
+
+
+@contextlib.contextmanager
+def signals_end() -> Iterator[None]:
+    """A context in which SIGINT, SIGTERM and SIGUSR1 raise `Ended`."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        raise Ended(exit_code(number))
+
+    with _handled_by(end):
+        yield
+
+
+def exit_code(number: int) -> int:
+    """The exit code after a signal and a checkpoint: 130 after Ctrl-C, else 75."""
+    return 128 + signal.SIGINT if number == signal.SIGINT else EX_TEMPFAIL
+
+
+@contextlib.contextmanager
+def _handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 def _say_what_follows(number: int) -> None:
@@ -65,27 +82,3 @@ def _say_what_follows(number: int) -> None:
     # an error; it has no descriptor in a notebook.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         os.write(sys.stderr.fileno(), f"\n{signal.Signals(number).name}: {line}\n".encode())
-
-
-class Ended(SystemExit):
-    """A signal came after the last checkpoint; its code is that of an interrupted run."""
-
-
-@contextlib.contextmanager
-def signals_end() -> Iterator[None]:
-    """A context in which SIGINT, SIGTERM and SIGUSR1 raise `Ended`."""
-    before = {number: signal.signal(number, _end) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    raise Ended(exit_code(number))
-
-
-def exit_code(number: int) -> int:
-    """The exit code after a signal and a checkpoint: 130 after Ctrl-C, else 75."""
-    return 128 + signal.SIGINT if number == signal.SIGINT else EX_TEMPFAIL

@@ -1,100 +1,20 @@
-"""Progress of a run: metrics.jsonl, the trackers and the terminal."""
+"""Progress of a run on the terminal, and what it measures."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from types import TracebackType
-from typing import Any
+from contextlib import AbstractContextManager
 
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megabatch import files
 from megabatch.config.settings import TrainConfig
-from megabatch.training.trackers import Trackers
 
 _LINE_EVERY = 10.0  # seconds, if the output is a file
-_VALIDATION = "validation.jsonl"
-_NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
-
-
-class MetricsLog:
-    """Appends a record per logged step to RUN/metrics.jsonl, and gives its numbers to trackers.
-
-    Records of steps after `resumed_step`, left by a process that was killed, are removed first, as
-    these steps are repeated.
-    """
-
-    def __init__(self, run: Path, resumed_step: int, trackers: Trackers) -> None:
-        self._reported = False
-        path = run / "metrics.jsonl"
-        for records in (path, run / _VALIDATION):
-            if records.exists():
-                _truncate(records, resumed_step)
-        self._file = path.open("a", encoding="utf-8")
-        self._trackers = trackers
-
-    def write(self, record: dict[str, Any]) -> str:
-        """Log one step; other processes see the record when this returns.
-
-        Returns:
-            "", or the reason for a failure, once per outage. Records that could not be written stay
-            in memory and are written when there is room again.
-        """
-        curves = {f"train/{name}": v for name, v in record.items() if name not in _NO_CURVE}
-        self._trackers.scalars(curves, record["step"])
-        try:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
-        except OSError as error:
-            reported, self._reported = self._reported, True
-            return "" if reported else f"the log cannot be written: {error.strerror or error}"
-        self._reported = False
-        return ""
-
-    def __enter__(self) -> MetricsLog:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except OSError:
-            if error is None:  # else it says more: the same disk's, at the last checkpoint
-                raise
-
-    def close(self) -> None:
-        """Flush and close the file.
-
-        Raises:
-            OSError: the last records cannot be written.
-        """
-        self._file.close()
-
-
-def log_validation(
-    run: Path, trackers: Trackers, step: int, val_data: str | None, figures: dict[str, float]
-) -> None:
-    """Append a record to RUN/validation.jsonl, and give the figures to the trackers.
-
-    The record names the data, since `val_data` may change when a run is resumed.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    trackers.scalars({f"val/{name}": value for name, value in figures.items()}, step)
-    with (run / _VALIDATION).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "val_data": val_data, **figures}) + "\n")
 
 
 class Meter:
@@ -130,24 +50,6 @@ class Meter:
         seconds, waited = self.seconds - self._since[0], self.waited - self._since[1]
         self._since = self.seconds, self.waited
         return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
-
-
-def waiting_advice(meter: Meter, config: TrainConfig, processes: int, *, images: bool) -> str:
-    """Advice that would shorten a run's wait for data; "" if there is none or it was short.
-
-    Args:
-        meter: at the run's end. In its first minute the first batch counts most.
-        config: its settings.
-        processes: workers that fetched; 0 if a thread only copied samples.
-        images: whether these are images, in pairs.
-    """
-    copied = config.workers and not processes
-    if meter.seconds < 60 or meter.waited < 0.05 * meter.seconds or copied:
-        return ""
-    ways = [f"--workers above {config.workers}"]
-    if images and config.image_resize == "pillow":
-        ways.append("with an OpenCLIP model --image-resize torch")
-    return f"to wait less: {'; '.join(ways)}"
 
 
 def collapse_advice(records: Sequence[Mapping[str, float]], config: TrainConfig) -> str:
@@ -189,7 +91,7 @@ def memory_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class Display:
+class Display(AbstractContextManager["Display"]):
     """A progress bar on a terminal; otherwise a line every ten seconds."""
 
     def __init__(self, console: Console, total_steps: int, done: int) -> None:
@@ -216,12 +118,7 @@ class Display:
         self._bar.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._bar.disable:  # older versions of rich end it with an empty line all the same
             self._bar.stop()
 
@@ -253,15 +150,3 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60}m {whole % 60:02d}s"
     return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-
-
-def _truncate(path: Path, last_step: int) -> None:
-    """Keep the records up to `last_step`; an incomplete last line is removed too."""
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    files.write_text(path, "".join(kept))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from megabatch.config.settings import TrainConfig
 from megabatch.models.layers import layer_ids
@@ -28,25 +28,27 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     Each group has "lr_scale", a factor of the learning rate (see `set_learning_rate`).
 
     "adamw" (Loshchilov and Hutter 2019, arXiv 1711.05101) is torch's, fused; "sgd" is torch's, with
-    Nesterov momentum, fused but for DTensors. The others are timm's, which update several tensors
-    at once where its release can: "lamb" (You et al. 2020, arXiv 1904.00962), with its internal
-    gradient clipping off, so that only `grad_clip_norm` clips; "lars" (You et al. 2017, arXiv
-    1708.03888); "adafactor" (Shazeer and Stern 2018, arXiv 1804.04235) as in Big Vision (Zhai et
-    al. 2022, arXiv 2106.04560), one tensor at a time, with a first moment in bfloat16 unless beta1
-    is 0; "lion" (Chen et al. 2023, arXiv 2302.06675).
+    Nesterov momentum, fused but for DTensors and fp16. The others are timm's, which update several
+    tensors at once where its release can: "lamb" (You et al. 2020, arXiv 1904.00962), with its
+    internal gradient clipping off, so that only `grad_clip_norm` clips; "lars" (You et al. 2017,
+    arXiv 1708.03888); "adafactor" (Shazeer and Stern 2018, arXiv 1804.04235) as in Big Vision (Zhai
+    et al. 2022, arXiv 2106.04560), one tensor at a time, with a first moment in bfloat16 unless
+    beta1 is 0; "lion" (Chen et al. 2023, arXiv 2302.06675).
     """
     groups = parameter_groups(module, config)
     lr, betas = config.lr, (config.beta1, config.beta2)
     if config.opt == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
     if config.opt == "sgd":
+        # DTensors have no fused SGD; with None they take the form of several tensors at once. And
+        # after a first step that an fp16 overflow skips, the fused one's momentum is uninitialised.
+        sharded = any(isinstance(p, DTensor) for p in module.parameters())
         return torch.optim.SGD(
             groups,
             lr=lr,
             momentum=config.momentum,
             nesterov=config.momentum > 0,
-            # DTensors have no fused SGD; with None they take the form of several tensors at once.
-            fused=None if any(isinstance(p, DTensor) for p in module.parameters()) else True,
+            fused=None if sharded or config.precision == "fp16" else True,
         )
     from timm import optim  # imports torchvision, which the others do not need
 
@@ -122,7 +124,7 @@ def load_state_tensors(
 ) -> None:
     """Restore from `state_tensors` of the same module and groups.
 
-    The state of a parameter that FSDP2 shards may be sharded in the same way, or full.
+    FSDP2's parameters expect theirs sharded in the same way, see `Layout.scatter`.
     """
     by_name: dict[str, dict[str, Any]] = {}
     for key, tensor in tensors.items():
@@ -131,30 +133,16 @@ def load_state_tensors(
         value = tensor.item() if number else tensor
         by_name.setdefault(name, {})[kind.removesuffix(":number")] = value
     names = {parameter: name for name, parameter in module.named_parameters()}
-    for parameter, name in names.items():
-        kinds = by_name.get(name, {})
-        by_name[name] = {kind: _laid_out(value, parameter) for kind, value in kinds.items()}
     order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[str, Any] = optimizer.state_dict()
     state["state"] = {
         i: by_name[names[parameter]]
         for i, parameter in enumerate(order)
-        if by_name[names[parameter]]
+        if names[parameter] in by_name
     }
     for i, group in enumerate(state["param_groups"]):
         group |= by_name.get(f"{_GROUP}{i}", {})
     optimizer.load_state_dict(state)
-
-
-def _laid_out(value: Any, parameter: nn.Parameter) -> Any:
-    """A parameter's state in the layout that the optimizer would have created: sharded or not."""
-    made_like_it = isinstance(value, Tensor) and value.ndim == parameter.ndim
-    if not (made_like_it and isinstance(parameter, DTensor)) or isinstance(value, DTensor):
-        return value
-    # new_zeros, as in timm: Adafactor's factors have other shapes than the parameter.
-    like = parameter.detach().new_zeros(value.shape)
-    assert isinstance(like, DTensor)
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _as_tensor(key: str, value: Any) -> tuple[str, Tensor]:

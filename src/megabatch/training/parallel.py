@@ -10,10 +10,9 @@ every micro-batch.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import UsageError
 from megabatch.models.blocks import blocks
-from megabatch.training.world import World
+from megabatch.training.world import World, ranks_by_value
 
 
 class ReplicasDiffer(UsageError):
@@ -62,30 +61,24 @@ class Layout:
             module.unshard()
 
     def abandon_step(self) -> bool:
-        """Clear FSDP2's state after an error inside a step; all ranks must call this.
+        """Discard all that an error inside a step left in FSDP2; all ranks must call this.
 
         Returns:
-            Whether another step is possible, see `fsdp_can_restart`.
+            Whether another step is possible: FSDP2 before torch 2.13 cannot begin anew.
         """
         if not isinstance(self.module, FSDPModule):
             return True
-        possible = fsdp_can_restart(self.world)
-        if possible:
-            self.discard_step()
-        return possible
-
-    def discard_step(self) -> None:
-        """Discard all that an aborted step left in FSDP2; all ranks must call this.
-
-        `reset_iter_state` of torch 2.13 and 2.14 leaves the gradients of unsharded weights, which
-        would be part of the next step's. They can be reached while the weights are unsharded.
-        """
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            return False
         module: Any = self.module
         module.reset_iter_state()
+        # torch 2.13 and 2.14 leave the gradients of unsharded weights, which would be part of the
+        # next step's. They can be reached while the weights are unsharded.
         self.gather_weights()
         module.zero_grad(set_to_none=True)
         self.end_step()
         module.zero_grad(set_to_none=True)
+        return True
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors on rank 0's host, in the shapes of one process; {} on other ranks.
@@ -112,19 +105,18 @@ class Layout:
         }
 
     def _part(self, key: str, whole: Tensor, parameter: nn.Parameter | None) -> Tensor:
+        kind = key.rsplit("/", 1)[-1]
         # An optimizer's step count has the shape of a scalar parameter, but is not sharded.
-        if not isinstance(parameter, DTensor) or _is_count(key):
+        is_count = kind.startswith("step") or kind.endswith(":number")
+        if not isinstance(parameter, DTensor) or is_count:
             return whole
         if _parameter(key) in self.scalars and whole.numel() == 1:
             whole = whole.reshape(1)
-        if whole.shape != parameter.shape:
+        if whole.ndim != parameter.ndim:
             return whole
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(whole, mesh, placements, src_data_rank=None)
-
-
-def _is_count(key: str) -> bool:
-    return key.rsplit("/", 1)[-1].startswith("step") or key.endswith(":number")
+        # new_zeros, as in timm: Adafactor's factors have other shapes than the parameter.
+        like: Any = parameter.detach().new_zeros(whole.shape)
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -141,56 +133,17 @@ def lay_out(module: nn.Module, how: str, world: World) -> Layout:
     if how == "ddp":
         return Layout(module, _replicate(module), world)
     scalars = _scalars_to_vectors(module)
-    _shard(module, blocks(module), world)
-    return Layout(module, module, world, scalars)
-
-
-def _shard(module: nn.Module, parts: Iterable[nn.Module], world: World) -> FSDPModule:
-    """Shard a module in place, each of its parts in a group of its own."""
     mesh = init_device_mesh(world.device.type, (world.size,))
-    for part in (*parts, module):
+    for part in (*blocks(module), module):  # each block in a group of its own
         fully_shard(part, mesh=mesh, reshard_after_forward=False)
     assert isinstance(module, FSDPModule)
     module.set_reshard_after_backward(False)
-    return module
+    return Layout(module, module, world, scalars)
 
 
 def fsdp_modules(module: nn.Module) -> list[FSDPModule]:
     """The modules that FSDP2 shards, this one first."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
-
-
-def fsdp_can_restart(world: World) -> bool:
-    """Whether FSDP2 can begin anew after an error in a backward pass; all ranks must call this.
-
-    Tried with two weights, as releases of torch differ: before 2.13 there is no way.
-    """
-    model = nn.Sequential(nn.PReLU(), nn.PReLU()).to(world.device)
-    sharded = _shard(model, model, world)
-    x = -torch.ones(1, 1, device=world.device)
-
-    def gradients() -> list[Tensor]:
-        model.zero_grad()
-        model(x).sum().backward()
-        return [full(weight.grad) for weight in model.parameters() if weight.grad is not None]
-
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError
-
-    try:
-        expected = gradients()
-        sharded.set_requires_gradient_sync(False)
-        model(x).sum().backward()  # these gradients wait for another micro-batch's
-        hook = model[0].register_full_backward_pre_hook(fail)
-        with contextlib.suppress(torch.OutOfMemoryError):
-            model(x).sum().backward()
-        hook.remove()
-        Layout(model, model, world).discard_step()
-        sharded.set_requires_gradient_sync(True)
-        again = gradients()
-        return all(torch.equal(*pair) for pair in zip(again, expected, strict=True))
-    except (AttributeError, RuntimeError, ValueError):
-        return False
 
 
 def _replicate(module: nn.Module) -> DistributedDataParallel:
@@ -251,23 +204,22 @@ def check_replicas(module: nn.Module, world: World) -> None:
     if len(set(world.gather(digest))) == 1:
         return
     table = zip(tensors, zip(*world.gather(sums), strict=True), strict=True)
-    differ = [f"{name} ({_ranks_by_value(found)})" for name, found in table if len(set(found)) > 1]
+    differ = [
+        f"{name} ({' against '.join(ranks_by_value(found).values())})"
+        for name, found in table
+        if len(set(found)) > 1
+    ]
     more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
     raise ReplicasDiffer(f"parameters differ between ranks: {', '.join(differ[:5])}{more}")
 
 
 def _replicated(module: nn.Module) -> dict[str, Tensor]:
-    own = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, part in module.named_modules()
-        if getattr(part, "track_running_stats", False)
-        for name, _ in part.named_buffers(recurse=False)
-    }
+    own = {id(buffer) for buffer in running_statistics(module)}
     named = [*module.named_parameters(), *module.named_buffers()]
     return {
         name: tensor.detach()
         for name, tensor in named
-        if name not in own and not isinstance(tensor, DTensor) and tensor.numel()
+        if id(tensor) not in own and not isinstance(tensor, DTensor) and tensor.numel()
     }
 
 
@@ -278,13 +230,3 @@ def _checksum(tensor: Tensor) -> Tensor:
     words = bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()
     places = torch.arange(1, len(words) + 1, device=words.device)
     return (words * places).sum() & ((1 << 62) - 1)
-
-
-def _ranks_by_value(sums: Iterable[int]) -> str:
-    """The ranks that agree with each other, such as "ranks 0, 1 against rank 2"."""
-    ranks: dict[int, list[str]] = {}
-    for rank, value in enumerate(sums):
-        ranks.setdefault(value, []).append(str(rank))
-    return " against ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}" for who in ranks.values()
-    )

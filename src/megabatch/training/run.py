@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megabatch.config.file import save_config
-from megabatch.config.settings import activation_bytes, tracker_names
+from megabatch.config.settings import TrainConfig, activation_bytes, tracker_names
 from megabatch.data import Batch
 from megabatch.errors import UsageError, plural
 from megabatch.evaluation.run_folder import read_metrics
@@ -22,15 +22,13 @@ from megabatch.planning.plan import NoPlan, graph_bytes
 from megabatch.training import checkpoint
 from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
-from megabatch.training.interrupt import Interrupt
+from megabatch.training.interrupt import signals_recorded
 from megabatch.training.log import (
     Display,
     Meter,
-    MetricsLog,
     collapse_advice,
     duration,
     memory_bytes,
-    waiting_advice,
 )
 from megabatch.training.parallel import check_replicas
 from megabatch.training.setup import Setup
@@ -91,24 +89,23 @@ class Run:
         self._announce()
         display = Display(self.console, trainer.total_steps, trainer.step)
         with contextlib.ExitStack() as stack:
-            log = None
             if self.world.main:
                 self.trackers.start(self.config, trainer.step, self.console.print)
-                log = stack.enter_context(MetricsLog(self.folder, trainer.step, self.trackers))
-            interrupt = stack.enter_context(Interrupt(announce=self.world.main))
+            signals = stack.enter_context(signals_recorded(announce=self.world.main))
             stack.enter_context(display)
-            received = self._steps(interrupt, log, display)
+            received = self._steps(signals, display)
             self._save(last=True)
+            self.trackers.last_step()
             # A signal during the last step or its checkpoint: there may be an evaluation to do.
-            return received or max(self.world.gather(interrupt.received))
+            return received or max(self.world.gather(signals[0] if signals else 0))
 
-    def _steps(self, interrupt: Interrupt, log: MetricsLog | None, display: Display) -> int:
+    def _steps(self, signals: list[int], display: Display) -> int:
         trainer, config = self.trainer, self.config
         self.meter.mark()
         check_replicas(trainer.module, self.world)
         batches, since = self._batches(), trainer.step
         while trainer.step < trainer.total_steps:
-            received, batch = self._next(batches, interrupt)
+            received, batch = self._next(batches, signals)
             if received:
                 return received
             self.meter.data_came()
@@ -124,10 +121,8 @@ class Run:
                 pairs = (trainer.step - since) * config.global_batch_size
                 since = trainer.step
                 record = self._record(values, self.meter.lap(pairs))
-                if log is not None:
-                    if trouble := log.write(record):
-                        self.console.print(f"{trouble}; going on")
-                    display.update(trainer.step, record)
+                self.trackers.step(record)
+                display.update(trainer.step, record)
             if config.check_replicas_every and trainer.step % config.check_replicas_every == 0:
                 check_replicas(trainer.module, self.world)
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and not last:
@@ -153,7 +148,7 @@ class Run:
                 *(self.trackers, self.console),
             )
 
-    def _next(self, batches: Iterator[Batch], interrupt: Interrupt) -> tuple[int, Batch]:
+    def _next(self, batches: Iterator[Batch], signals: list[int]) -> tuple[int, Batch]:
         """A signal that any rank received, or 0, and this rank's part of the next batch.
 
         Raises:
@@ -169,8 +164,9 @@ class Run:
         except (OSError, RuntimeError) as error:  # DataLoader raises a RuntimeError for workers
             failure = TrainingStopped(f"reading data: {' '.join(str(error).split())[:500]}")
             failure.__cause__ = error
-        status = self.world.gather((interrupt.received, failure is not None, rows))
-        signals, failed, shares = zip(*status, strict=True)
+        own = signals[0] if signals else 0
+        status = self.world.gather((own, failure is not None, rows))
+        received, failed, shares = zip(*status, strict=True)
         if any(failed):
             self._save(last=True)
             self.world.raise_if_any(failure)
@@ -180,7 +176,7 @@ class Run:
                 f"{self.config.global_batch_size}"
             )
         # Of several kinds SIGTERM counts, whose number is the largest.
-        return max(signals), batch
+        return max(received), batch
 
     def finish(self) -> None:
         """Export the weights and print a summary."""
@@ -194,9 +190,6 @@ class Run:
             f"{duration(self.meter.seconds)}, of which "
             f"{self.meter.waited / max(self.meter.seconds, 1e-9):.1%} waiting for data"
         )
-        images = getattr(self.loader.dataset, "first", "image") == "image"
-        if advice := waiting_advice(self.meter, self.config, self.loader.processes, images=images):
-            self.console.print(f"  {advice}")
         if self.trainer.skipped:
             skipped, were = self.trainer.skipped, "was" if self.trainer.skipped == 1 else "were"
             self.console.print(f"  left out {plural(skipped, 'step')} that {were} not finite")
@@ -212,11 +205,7 @@ class Run:
                 f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
             )
         if not self.config.evaluate:
-            # An evaluation needs held-out pairs, which only the glyphs come with.
-            command = "eval" if self.config.train_data == "glyphs" else "report"
-            own_code = command == "eval" and is_reference(self.config.model)
-            trust = " --trust" if own_code else ""
-            self.console.print(f"next:    megabatch {command} {quote(str(self.folder))}{trust}")
+            self.console.print(f"next:    {next_command(self.config)}")
 
     def _batches(self) -> Iterator[Batch]:
         """Batches up to the last step, over as many epochs as that takes."""
@@ -229,8 +218,9 @@ class Run:
 
     def _report_news(self) -> None:
         """Print what was decided since the last call."""
-        for line in self.trainer.take_news():
+        for line in self.trainer.news:
             self.console.print(line)
+        self.trainer.news.clear()
 
     def _record(self, values: dict[str, float], speed: dict[str, float]) -> dict[str, float]:
         step, found = self.trainer.step, self.trainer.micro_batch
@@ -357,3 +347,13 @@ class Run:
     def _where(self) -> str:
         device, size = self.trainer.device, self.world.size
         return str(device) if size == 1 else f"{size} x {device.type} ({self.config.parallel})"
+
+
+def next_command(config: TrainConfig) -> str:
+    """The command that shows what a run has learnt, as far as its data allow.
+
+    An evaluation needs held-out pairs, which only the glyphs come with.
+    """
+    command = "eval" if config.train_data == "glyphs" else "report"
+    trust = " --trust" if command == "eval" and is_reference(config.model) else ""
+    return f"megabatch {command} {quote(str(config.output))}{trust}"

@@ -20,14 +20,23 @@ _NAME = "run.lock"
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system releases when the process ends for any reason.
+def own_folder(config: TrainConfig) -> Iterator[None]:
+    """Hold the lock of the run's folder, which the system releases when the process ends.
 
     The file `run.lock` remains and names its last holder. A file system without locks gets none.
 
     Raises:
-        UsageError: another process has the lock.
+        UsageError: another process has the lock, or the folder cannot be used for this run.
     """
+    with locked(config.output):
+        if reasons := folder_problems(config):  # again: it may have been used before the lock
+            raise UsageError(all_of(reasons))
+        yield
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a folder's lock, see `own_folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _NAME).open("a+", encoding="utf-8") as file:
         try:
@@ -46,12 +55,6 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
         file.flush()
         yield
-
-
-def check_folder(config: TrainConfig) -> None:
-    """Raise a UsageError if the output folder cannot be used for this run."""
-    if reasons := folder_problems(config):
-        raise UsageError(all_of(reasons))
 
 
 def folder_problems(config: TrainConfig) -> list[str]:

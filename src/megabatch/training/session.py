@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
-from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 
 from megabatch.config.resolve import Given
@@ -16,10 +13,10 @@ from megabatch.data.late import DecodingStopped, mean_bytes
 from megabatch.errors import OutOfMemory, UsageError
 from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
-from megabatch.training import evaluating, validation
+from megabatch.training import evaluating
 from megabatch.training.interrupt import Ended, exit_code, signals_end
 from megabatch.training.run import Run
-from megabatch.training.run_folder import check_folder, locked
+from megabatch.training.run_folder import own_folder
 from megabatch.training.setup import Setup, prepare
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import TrainingStopped
@@ -55,61 +52,35 @@ def train(
     """
     with Trackers() as trackers:
         try:
-            trained, device, evaluated = _in_group(config, resume_command, given, trackers)
-            if trained.config.evaluate and not evaluated and trained.main and not trained.received:
-                _evaluate(trained, World(device), plain_console(), trackers)
+            received = _run(config, resume_command, given, trackers)
         except Ended as ended:
             trackers.ended = "interrupted"
             return int(str(ended.code))
-        if trained.received:
+        if received:
             trackers.ended = "interrupted"
-            return exit_code(trained.received)
+            return exit_code(received)
     return 0
 
 
-class _Trained(NamedTuple):
-    """A run that has ended: its settings, steps, and the signal that ended it, or 0."""
-
-    config: TrainConfig
-    steps: int
-    received: int
-    main: bool
-    resume_command: str
-
-
-def _in_group(
-    config: TrainConfig, resume_command: str, given: Given | None, trackers: Trackers
-) -> tuple[_Trained, torch.device, bool]:
-    """Train and, if all processes can, evaluate; also returns the device, and whether they did."""
+def _run(config: TrainConfig, resume_command: str, given: Given | None, trackers: Trackers) -> int:
+    """Train and evaluate; returns the signal that ended the training, or 0."""
     with joined(config) as world:
         console = plain_console(quiet=not world.main)
         try:
-            trained = _train(config, world, console, resume_command, given, trackers)
-            config = trained.config
-            evaluate = config.evaluate and not trained.received
-            evaluated = evaluate and evaluating.readable(config.output, world)
-            if evaluated:
-                _evaluate(trained, world, console, trackers)
+            config, step, received = _train(config, world, console, resume_command, given, trackers)
+            evaluate = config.evaluate and not received
+            together = evaluate and evaluating.readable(config.output, world)
+            if together:
+                with _continued(console, resume_command):
+                    evaluating.evaluate(config, step, world, console, trackers)
         except UsageError as error:
             if world.main or isinstance(error, (Gone, DecodingStopped, OutOfMemory)):
                 raise  # no other rank knows of it
             raise SystemExit(getattr(error, "exit_code", 2)) from error
-    return trained, world.device, evaluated
-
-
-def _evaluate(trained: _Trained, world: World, console: Console, trackers: Trackers) -> None:
-    config = trained.config
-
-    def record(evaluation: dict[str, Any]) -> None:
-        weights, figures = config.output / "model.safetensors", validation.figures(evaluation)
-        validation.record(
-            *(config, trained.steps, figures),
-            lambda path: shutil.copyfile(weights, path),
-            *(trackers, console),
-        )
-
-    with _continued(console, trained.resume_command):
-        evaluating.evaluate(config, world, console, record)
+    if evaluate and not together and world.main:
+        with _continued(console, resume_command):
+            evaluating.evaluate(config, step, World(world.device), console, trackers)
+    return received
 
 
 @contextlib.contextmanager
@@ -130,8 +101,11 @@ def _train(
     resume_command: str,
     given: Given | None,
     trackers: Trackers,
-) -> _Trained:
-    """Train; the run and its memory are free again when this returns."""
+) -> tuple[TrainConfig, int, int]:
+    """Train; returns the settings, the steps done, and the signal that ended it, or 0.
+
+    The run and its memory are free again when this returns.
+    """
     setup = prepare(config, world, given=given)
     config = setup.config
     for note in setup.notes:
@@ -139,7 +113,8 @@ def _train(
     if config.plan != "off":
         world.attempt(lambda: _plan(setup, console))
     with contextlib.ExitStack() as stack:
-        world.attempt(lambda: stack.enter_context(_own_folder(config, world)))
+        own = own_folder(config) if world.main else contextlib.nullcontext()
+        world.attempt(lambda: stack.enter_context(own))
         try:
             run = Run(setup, console, trackers)
             received = run.train()
@@ -153,7 +128,7 @@ def _train(
             f"interrupted after step {run.trainer.step:,} of {run.trainer.total_steps:,}; "
             f"continue with: {resume_command}"
         )
-    return _Trained(config, run.trainer.step, received, world.main, resume_command)
+    return config, run.trainer.step, received
 
 
 def _plan(setup: Setup, console: Console) -> None:
@@ -177,13 +152,3 @@ def _plan(setup: Setup, console: Console) -> None:
     if (config.plan or ("refuse" if world.device.type == "cuda" else "warn")) == "refuse":
         raise UsageError(f"{plan.problem} (--plan warn starts nevertheless)")
     console.print(plan.problem)
-
-
-@contextlib.contextmanager
-def _own_folder(config: TrainConfig, world: World) -> Iterator[None]:
-    if not world.main:
-        yield
-        return
-    with locked(config.output):
-        check_folder(config)  # again: another process may have used it before the lock
-        yield

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shlex
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,10 +29,9 @@ from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.objective import check_custom, create_objective
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.layers import layer_ids
-from megabatch.models.locking import lock
+from megabatch.models.images import TorchResize
+from megabatch.models.layers import layer_ids, lock
 from megabatch.models.pooling import saved_pooling
-from megabatch.models.resize import TorchResize
 from megabatch.models.weights import load_tower
 from megabatch.training import batch_norm, evaluating, trackers
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
@@ -46,7 +41,6 @@ from megabatch.training.world import World
 T = TypeVar("T")
 
 _NOTABLE = 0.1  # share of an epoch's pairs that is not used
-_OLDEST_COMPILED = (7, 0)  # compute capability that Inductor's kernels need
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
@@ -101,9 +95,10 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         config, more = fine_tuned(config, given)
         notes += more
         if config.torchcompile is None:
-            config, more = choose_compilation(config, world.device)
-            notes += more
-    reasons = problems(config) + compiler_problems(config, world.device)
+            config = replace(config, torchcompile=world.device.type == "cuda")
+            if config.torchcompile:
+                notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
+    reasons = problems(config)
     if not reasons and world.main:
         reasons += folder_problems(config) + trackers.problems(config)
     dataset = _attempt(reasons, lambda: open_data(config))
@@ -219,41 +214,6 @@ def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torc
             f"--image-resize torch: the transform of {config.model} is not OpenCLIP's (a random "
             "crop and nothing else); expected pillow"
         ) from error
-
-
-def choose_compilation(config: TrainConfig, device: torch.device) -> tuple[TrainConfig, list[str]]:
-    """Set `torchcompile` to its default on this device, with a line on it for a GPU."""
-    if device.type != "cuda":
-        return replace(config, torchcompile=False), []
-    if lack := _lack_for_compilation(device):
-        return replace(config, torchcompile=False), [f"the towers are not compiled: {lack}"]
-    return replace(config, torchcompile=True), [
-        "the towers are compiled in the first steps (--no-torchcompile runs them as they are)"
-    ]
-
-
-def compiler_problems(config: TrainConfig, device: torch.device) -> list[str]:
-    """Reasons why torch.compile, if requested, would fail at the first step."""
-    lack = _lack_for_compilation(device) if config.torchcompile else ""
-    return [f"--torchcompile: {lack}"] if lack else []
-
-
-def _lack_for_compilation(device: torch.device) -> str:
-    """The reason why torch.compile cannot work for this device; "" if there is none."""
-    on_gpu = device.type == "cuda"
-    if on_gpu and importlib.util.find_spec("triton") is None:
-        return "torch.compile needs Triton on a GPU, and it is not installed"
-    if on_gpu and torch.cuda.get_device_capability(device) < _OLDEST_COMPILED:
-        name = torch.cuda.get_device_name(device)
-        return f"torch.compile needs a GPU of compute capability 7.0, and {name} has less"
-    variable, usual = ("CC", ("gcc", "clang")) if on_gpu else ("CXX", ("g++", "clang++"))
-    wanted = tuple(shlex.split(os.environ.get(variable, ""))[:1]) or usual
-    if any(map(shutil.which, wanted)):
-        return ""
-    return (
-        f"torch.compile needs a compiler, and there is no {' or '.join(wanted)} "
-        f"({variable} names another one)"
-    )
 
 
 def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:

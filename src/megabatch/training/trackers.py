@@ -1,12 +1,13 @@
-"""Trackers that show a run's curves: TensorBoard, Weights & Biases, MLflow.
+"""The records of a run, and trackers that show them: TensorBoard, Weights & Biases, MLflow.
 
-They get the numbers of each logged step (`train/...`) and of each evaluation (`val/...`), and the
-latter two the configuration. A tracker never stops a training: the first failure is a warning, and
-the run goes on without that tracker.
+Trackers get the numbers of each logged step (`train/...`) and of each evaluation (`val/...`), and
+the latter two the configuration. A tracker never stops a training: the first failure is a warning,
+and the run goes on without that tracker.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -18,11 +19,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TextIO
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -34,6 +35,8 @@ from megabatch.imports import MissingLibrary, missing, named_extras
 
 Ended = Literal["finished", "interrupted", "failed"]
 
+_METRICS, _VALIDATION = "metrics.jsonl", "validation.jsonl"
+_NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 _PROJECT = "megabatch"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME has another
 _IDS = "trackers.json"  # in the run's folder: the run's id in each tracker
 _ONE_BATCH = 100  # parameters that MLflow takes at a time
@@ -58,12 +61,10 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self, ended: Ended) -> None:
-        """See `Tracker`."""
         self._writer.close()
 
 
@@ -99,12 +100,10 @@ class WeightsAndBiases:
         self._run.config.update(to_dict(config), allow_val_change=True)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """See `Tracker`."""
         if step >= self._run.step:
             self._run.log(dict(values), step=step)
 
     def close(self, ended: Ended) -> None:
-        """See `Tracker`."""
         self._run.finish(exit_code=0 if ended == "finished" else 1)
 
 
@@ -154,7 +153,6 @@ class Mlflow:
         self._sent.append(self._sender.submit(self._client.log_batch, self._id, metrics=metrics))
 
     def close(self, ended: Ended) -> None:
-        """See `Tracker`."""
         self._sender.shutdown()
         for sent in self._sent:
             sent.result()
@@ -175,8 +173,12 @@ TRACKERS: dict[str, Callable[[TrainConfig, int], Tracker]] = {
 }
 
 
-class Trackers:
-    """The trackers of a run, without those that have failed.
+class Trackers(AbstractContextManager["Trackers"]):
+    """The records of a run, on the main rank: metrics.jsonl, validation.jsonl and its trackers.
+
+    RUN/metrics.jsonl has a record per logged step, RUN/validation.jsonl one per evaluation. Records
+    of steps after the resumed one, left by a process that was killed, are removed first, as these
+    steps are repeated. A tracker that fails is left out from then on.
 
     A context: at its end all are closed, after an error as failed, otherwise as `ended`. Meanwhile
     SIGTERM is ignored: `torchrun` sends it to this process as soon as another rank has ended, when
@@ -191,18 +193,62 @@ class Trackers:
         self._excepthook = threading.excepthook
         self._open: dict[str, Tracker] = {}
         self._warn: Callable[[str], None] = print
+        self._folder = Path()
+        self._metrics: TextIO | None = None
+        self._outage = False
 
     def start(self, config: TrainConfig, resumed_step: int, warn: Callable[[str], None]) -> None:
         """Start those that `report_to` names; `warn` is called once for each that fails.
 
         `resumed_step`: the number of steps done before.
         """
-        self._warn = warn
+        self._warn, self._folder = warn, config.output
+        for path in (self._folder / _METRICS, self._folder / _VALIDATION):
+            if path.exists():
+                _truncate(path, resumed_step)
+        self._metrics = (self._folder / _METRICS).open("a", encoding="utf-8")
         for name in tracker_names(config):
             self._attempt(name, partial(self._start, name, config, resumed_step))
 
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Add a point to each curve, by name."""
+    def step(self, record: dict[str, Any]) -> None:
+        """Log one step, if started; other processes see the record when this returns.
+
+        A message tells of a full disk, once per outage. Records that could not be written stay in
+        memory and are written when there is room again.
+        """
+        if self._metrics is None:
+            return
+        curves = {f"train/{name}": v for name, v in record.items() if name not in _NO_CURVE}
+        self._scalars(curves, record["step"])
+        try:
+            self._metrics.write(json.dumps(record) + "\n")
+            self._metrics.flush()
+            self._outage = False
+        except OSError as error:
+            if not self._outage:
+                self._warn(f"the log cannot be written: {error.strerror or error}; going on")
+            self._outage = True
+
+    def last_step(self) -> None:
+        """Close metrics.jsonl.
+
+        Raises:
+            OSError: the last records cannot be written.
+        """
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def validation(self, step: int, val_data: str | None, figures: dict[str, float]) -> None:
+        """Log an evaluation. The record names the data, which may change when a run is resumed.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        self._scalars({f"val/{name}": value for name, value in figures.items()}, step)
+        with (self._folder / _VALIDATION).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "val_data": val_data, **figures}) + "\n")
+
+    def _scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, tracker in list(self._open.items()):
             self._attempt(name, partial(tracker.scalars, values, step))
 
@@ -211,12 +257,9 @@ class Trackers:
         threading.excepthook = partial(_report_of_thread, self._excepthook)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(OSError):  # told by `last_step`, or after an error that says more
+            self.last_step()
         try:
             if self._open:
                 self._close(self.ended if kind is None else "failed")
@@ -278,6 +321,16 @@ def _library(name: str) -> Any:
         # A folder of that name, which both libraries leave in the working directory.
         raise MissingLibrary(missing(name, "watch"))
     return module
+
+
+def _truncate(path: Path, last_step: int) -> None:
+    """Keep the records up to `last_step`; an incomplete last line is removed too."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+    files.write_text(path, "".join(kept))
 
 
 def _own_id(folder: Path, tracker: str, create: Callable[[], str]) -> str:

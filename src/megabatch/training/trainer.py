@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,16 +19,14 @@ from megabatch.errors import UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.losses.objective import Objective, create_objective
 from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
-from megabatch.models.layers import Tower
-from megabatch.models.locking import locked_towers, set_modes
+from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths
 from megabatch.torch_internals import is_compile_error
-from megabatch.training.activations import KeptActivations
 from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep, ids_of
-from megabatch.training.micro_batch import MicroBatchSize
+from megabatch.training.micro_batch import KeptActivations, MicroBatchSize
 from megabatch.training.optimizer import (
     create_optimizer,
     learning_rate,
@@ -63,6 +61,7 @@ class Trainer:
     Attributes:
         step: number of steps done.
         skipped: number of these that were skipped as not finite.
+        news: lines for the user about choices and compilation; whoever prints them clears it.
         micro_batch: the number of pairs that go through the towers at a time, or how it is found.
         kept: chooses how many micro-batches of a step are encoded once.
     """
@@ -95,7 +94,9 @@ class Trainer:
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         trimmed = (lengths or {}) if config.trim_texts else {}
-        self._compiled = CompiledBlocks(self.module, trimmed) if config.torchcompile else None
+        self.news: list[str] = []
+        if config.torchcompile:
+            CompiledBlocks(self.module, trimmed, self.news.append)
         self._statistics = running_statistics(self.module)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
@@ -104,7 +105,7 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.objective = (objective or create_objective(config)).to(device)
         self._lengths = trimmed
-        self.micro_batch = MicroBatchSize(config, self.module, self.world)
+        self.micro_batch = MicroBatchSize(config, self.module, self.world, self.news.append)
         self._divide(self.micro_batch.rows)
 
     def train_step(self, batch: Batch) -> dict[str, float]:
@@ -122,11 +123,12 @@ class Trainer:
             TrainingStopped: the loss or the gradient is not finite, and `on_nonfinite` is "stop" or
                 it happened too many times in a row.
         """
-        self._find_micro_batch(batch)
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
         statistics = [buffer.clone() for buffer in self._statistics]
-        loss, norm = self._gradients_in_memory(batch, statistics)
+        with self._compilable():
+            self._find_micro_batch(batch)
+            loss, norm = self._gradients_in_memory(batch, statistics)
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
             self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
             self._skipped_in_a_row = 0
@@ -150,16 +152,6 @@ class Trainer:
     def scale_values(self) -> dict[str, float]:
         """Figures for the log of the scale; all ranks call it. It waits for the device."""
         return _finite({"logit_scale": full(self.logit_scale.detach()).exp().item()})
-
-    def take_news(self) -> list[str]:
-        """Lines for the user about choices and compilation since the last call."""
-        news = [*self.micro_batch.news, *self.kept.news]
-        self.micro_batch.news.clear()
-        self.kept.news.clear()
-        if self._compiled is not None:
-            news += self._compiled.news
-            self._compiled.news.clear()
-        return news
 
     @property
     def logit_scale(self) -> nn.Parameter:
@@ -219,7 +211,7 @@ class Trainer:
     def _divide(self, rows: int) -> None:
         """Divide batches into micro-batches of this many rows from now on."""
         config = self.config
-        self.kept = KeptActivations(config, self.world, rows)
+        self.kept = KeptActivations(config, self.world, rows, self.news.append)
         self._step = CachedStep(
             self.layout.model,
             self.objective,
@@ -233,16 +225,10 @@ class Trainer:
 
     def _find_micro_batch(self, batch: Batch) -> None:
         """Measure the size of micro-batches, if that is still to be done."""
-        while True:
-            try:
-                found = self.micro_batch.find(
-                    *(self._step, batch, self.layout, self._autocast),
-                    optimizer_state=bool(self.optimizer.state),
-                )
-                break
-            except RuntimeError as error:
-                self._go_on_uncompiled(error)
-        if found:
+        if self.micro_batch.find(
+            *(self._step, batch, self.layout, self._autocast),
+            optimizer_state=bool(self.optimizer.state),
+        ):
             self._divide(self.micro_batch.rows)
 
     def _autocast(self) -> AbstractContextManager[Any]:
@@ -251,10 +237,7 @@ class Trainer:
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
 
     def _gradients_in_memory(self, batch: Batch, statistics: list[Tensor]) -> tuple[float, float]:
-        """As `_gradients`, repeated with fewer activations kept if memory runs out.
-
-        It is repeated uncompiled, too, if a backward pass cannot be compiled.
-        """
+        """As `_gradients`, repeated with fewer activations kept if memory runs out."""
         while True:
             _seed_everything(self.config.seed, self.step, self.world.rank)
             self._step.keep(self.kept.count or 0)
@@ -263,25 +246,24 @@ class Trainer:
             except torch.OutOfMemoryError as error:
                 if not self.kept.fewer(self.layout, error):
                     raise
-            except RuntimeError as error:
-                self._go_on_uncompiled(error)
             # Here, as the exception would keep tensors of the failed step alive.
             self.optimizer.zero_grad(set_to_none=True)
             self._restore_statistics(statistics)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _go_on_uncompiled(self, error: RuntimeError) -> None:
-        """Run all blocks uncompiled if this is an error of their compilation; raise others."""
-        if self._compiled is None or not is_compile_error(error):
-            raise error
-        if self.world.size > 1:
-            # Other ranks may be waiting inside a collective, so this one cannot repeat the step.
+    @contextlib.contextmanager
+    def _compilable(self) -> Iterator[None]:
+        """Name the option if a backward pass cannot be compiled; forward passes run without."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_compile_error(error):
+                raise
             raise TrainingStopped(
                 f"rank {self.world.rank}: torch.compile fails for a backward pass "
                 f"(--no-torchcompile trains without it): {one_line(error, 200)}"
             ) from error
-        self._compiled.give_up(error)
 
     def _check_loss_scale(self) -> None:
         if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:

@@ -20,7 +20,6 @@ from megabatch.data.fetch import random_state_kept
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, create
 from megabatch.ranks import on_all_ranks
-from megabatch.training.log import log_validation
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
@@ -140,7 +139,7 @@ def record(
         trackers, console: get the figures, and messages.
     """
     try:
-        log_validation(config.output, trackers, step, config.val_data, found)
+        trackers.validation(step, config.val_data, found)
         metric = config.best_metric or next(iter(found), "")
         of = metric, config.val_data
         if config.val_frequency and keep_best(config.output, of, found[metric], step, write):

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -109,7 +109,8 @@ class World:
         texts = [text for _, text in found]
         if error is not None and set(texts) <= {str(error), ""}:
             raise error
-        raise _ErrorOfRanks(_by_rank(texts), code)
+        told = "; ".join(f"{who}: {text}" for text, who in ranks_by_value(texts).items() if text)
+        raise _ErrorOfRanks(told, code)
 
     def attempt(self, work: Callable[[], T]) -> T:
         """The result of `work()` on this rank; a UsageError on any rank stops all of them."""
@@ -214,33 +215,9 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
-    """`megabatch train` with these options, by the launcher that started this process."""
-    words, size = ["megabatch", "train", *options], place(environ)[1]
-    if "TORCHELASTIC_RUN_ID" in environ:
-        command = shlex.join([*_torchrun(environ), "-m", *words])
-        machines = environ["GROUP_WORLD_SIZE"]
-        return command if machines == "1" else f"{command} (on each of {machines} machines)"
-    if size == 1:
-        return shlex.join(words)
-    if "WORLD_SIZE" in environ:  # of another launcher
-        return f"{shlex.join(words)} (in {size} processes, started as before)"
-    nodes = environ.get("SLURM_STEP_NUM_NODES", "1")
-    srun = ["srun", "--nodes", nodes, "--ntasks", str(size), "--kill-on-bad-exit=1"]
-    return shlex.join([*srun, "python", "-m", *words])
-
-
-def _torchrun(environ: Mapping[str, str]) -> list[str]:
-    """The torchrun command of this process, as far as the environment tells."""
-    words, machines = ["torchrun"], environ["GROUP_WORLD_SIZE"]
-    words += ["--standalone"] if machines == "1" else ["--nnodes", machines]
-    words += ["--nproc-per-node", environ["LOCAL_WORLD_SIZE"]]
-    if (restarts := environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) != "0":
-        words += ["--max-restarts", restarts]
-    if machines == "1":
-        return words
-    # Not MASTER_PORT, which may have been chosen for this start.
-    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{environ['MASTER_ADDR']}:29500"]
-    return [*words, "--rdzv-id", environ["TORCHELASTIC_RUN_ID"]]
+    """`megabatch train` with these options, and in how many processes it was started."""
+    command, size = shlex.join(["megabatch", "train", *options]), place(environ)[1]
+    return command if size == 1 else f"{command} (in {size} processes, started as before)"
 
 
 def _check_rendezvous(environ: Mapping[str, str]) -> None:
@@ -281,12 +258,9 @@ def _device_of(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _by_rank(texts: list[str]) -> str:
-    """Each text with the ranks that have it, in one line."""
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(texts):
-        if text:
-            ranks.setdefault(text, []).append(str(rank))
-    return "; ".join(
-        f"rank{'s' if len(who) > 1 else ''} {', '.join(who)}: {text}" for text, who in ranks.items()
-    )
+def ranks_by_value(values: Sequence[Hashable]) -> dict[Any, str]:
+    """The ranks that have each value, such as "ranks 0, 1", by the value."""
+    ranks: dict[Hashable, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return {v: f"rank{'s' * (len(who) > 1)} {', '.join(who)}" for v, who in ranks.items()}

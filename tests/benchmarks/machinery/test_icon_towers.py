@@ -10,17 +10,16 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from machinery.icon_towers import NAME, GreyTransform, VisionTower, _patches, jittered
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.icon import GreyTransform, VisionTower, _patches, jittered
-from megabatch.models.layers import layer_ids
-from megabatch.models.locking import lock, locked_towers, set_modes
+from megabatch.models.layers import layer_ids, lock, locked_towers, set_modes
 
 
 @pytest.fixture(scope="module")
 def towers() -> Towers:
     torch.manual_seed(0)
-    return create("icon-small")
+    return create(NAME)
 
 
 def pictures(n: int) -> torch.Tensor:
@@ -116,16 +115,14 @@ def test_pictures_of_any_kind_become_grey_on_white() -> None:
 
 
 def test_options(tmp_path: Path) -> None:
-    smaller = create("icon-small", options=ModelOptions(force_image_size=32, init_logit_bias=-10.0))
+    smaller = create(NAME, options=ModelOptions(force_image_size=32, init_logit_bias=-10.0))
     assert smaller.eval_transform(Image.new("L", (64, 64))).shape == (1, 32, 32)
     assert smaller.module.visual.pos_embed.shape[0] == 16
     assert smaller.module.logit_bias.item() == -10
     with pytest.raises(UsageError, match="multiples of 8"):
-        create("icon-small", options=ModelOptions(force_image_size=60))
-    with pytest.raises(UsageError, match="--force-patch-dropout 1"):
-        create("icon-small", options=ModelOptions(force_patch_dropout=1.0))
+        create(NAME, options=ModelOptions(force_image_size=60))
     with pytest.raises(UsageError, match="--hf-share: icon-small has no such option"):
-        create("icon-small", options=ModelOptions(hf_share=False))
+        create(NAME, options=ModelOptions(hf_share=False))
 
 
 def test_weights_come_back_and_those_of_another_model_are_refused(
@@ -134,16 +131,14 @@ def test_weights_come_back_and_those_of_another_model_are_refused(
     path = tmp_path / "w.safetensors"
     state = towers.module.state_dict()
     save_file(state, path)
-    again = create("icon-small", pretrained=path).module.state_dict()
+    again = create(NAME, pretrained=path).module.state_dict()
     assert all(torch.equal(again[name], value) for name, value in state.items())
-    save_file({**state, "logit_bias": torch.tensor(-3.0)}, path)
-    assert create("icon-small", pretrained=path).module.logit_bias.item() == -3
     with pytest.raises(UsageError, match="does not hold the weights of glyph-small"):
         create("glyph-small", pretrained=path)
 
 
 def test_towers_can_be_locked_and_layers_have_numbers(towers: Towers) -> None:
-    module = create("icon-small").module
+    module = create(NAME).module
     ids = layer_ids(module)
     assert ids["visual.patch_embed.weight"] == ids["visual.pos_embed"] == (0, 7)
     assert ids["visual.blocks.0.qkv.weight"] == (1, 7)

@@ -8,7 +8,6 @@ tower is glyph-small's with more buckets: in icons' names words matter, and thei
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -16,13 +15,10 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError
-from megabatch.models.glyph import LENGTHS, TextFeatureTower
-from megabatch.models.hashing_tokenizer import HashingTokenizer
-from megabatch.models.options import ModelOptions
-from megabatch.models.towers import Towers
-from megabatch.models.two_towers import TwoTowers, load
+from megabatch.models.glyph import LENGTHS, HashingTokenizer, TextFeatureTower
+from megabatch.models.towers import ModelOptions, Towers, TwoTowers
 
-NAME = "icon-small"
+NAME = "machinery.icon_towers:icon_small"
 EMBED_DIM = 256
 IMAGE_SIZE = 64  # pixels per side
 PATCH = 8
@@ -32,29 +28,19 @@ _MEAN, _STD = 0.27, 0.41  # of the icons' ink, white 0 to black 1
 _SHIFT, _SCALE = 0.08, 0.15  # maximum jitter in training, relative to the image's side
 
 
-def create(weights: Path | None, options: ModelOptions) -> Towers:
+def icon_small(options: ModelOptions) -> Towers:
     """Build icon-small, 22M parameters, 17M of them the buckets of text features.
 
-    Args:
-        weights: a file from `weights.find`, or None for random weights.
-        options: force_image_size must be a multiple of 8.
-
     Raises:
-        UsageError: the file has another model's weights, or this model lacks an option.
+        UsageError: `force_image_size` is no multiple of 8, or this model lacks an option.
     """
     if given := options.given("hf_pooling", "hf_share"):
-        raise UsageError(f"{', '.join(given)}: {NAME} has no such option")
+        raise UsageError(f"{', '.join(given)}: icon-small has no such option")
     size = options.force_image_size or IMAGE_SIZE
     if size < PATCH or size % PATCH:
-        raise UsageError(f"--force-image-size {size}: {NAME} takes multiples of {PATCH}")
-    dropout = options.force_patch_dropout or 0.0
-    if not 0 <= dropout < 1:
-        raise UsageError(f"--force-patch-dropout {dropout}: expected at least 0 and below 1")
-    visual = VisionTower(EMBED_DIM, size, patch_dropout=dropout)
-    text = TextFeatureTower(EMBED_DIM, _BUCKETS)
-    module = TwoTowers(visual, text, options)
-    if weights is not None:
-        load(module, weights, NAME)
+        raise UsageError(f"--force-image-size {size}: icon-small takes multiples of {PATCH}")
+    visual = VisionTower(EMBED_DIM, size, patch_dropout=options.force_patch_dropout or 0.0)
+    module = TwoTowers(visual, TextFeatureTower(EMBED_DIM, _BUCKETS), options)
     tokenizer = HashingTokenizer(_BUCKETS, options.force_context_length or 64)
     transform = GreyTransform(size)
     return Towers(

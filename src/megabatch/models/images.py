@@ -1,0 +1,224 @@
+"""What is done to images before the first block: bytes, normalisation, patches, crops.
+
+Pixels travel as bytes and are normalised on the device: a quarter of the traffic and memory. The
+first layer of image transformers is a matrix product of their patches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Transform = Callable[[Any], Tensor]
+
+
+class Normalization(NamedTuple):
+    """Mean and standard deviation of each channel, of pixels from 0 to 1."""
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+def with_bytes(
+    tower: nn.Module, train_transform: Transform, eval_transform: Transform
+) -> tuple[Transform, Transform]:
+    """Move the normalisation from two transforms into an image tower.
+
+    The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, and
+    normalised ones too. Transforms that do not end in `ToTensor` and the same `Normalize` stay as
+    they are, and so does the tower.
+    """
+    train, norm = _split(train_transform)
+    evaluation, eval_norm = _split(eval_transform)
+    if norm is None or norm != eval_norm:
+        return train_transform, eval_transform
+    tower.pixel_normalization = PixelNormalization(norm)
+    # Another class rather than a module around it or a hook: names of weights stay, and frozen
+    # towers are still recognised.
+    own = type(tower)
+    tower.__class__ = type(own.__name__, (_TakesBytes, own), {"__module__": own.__module__})
+    return train, evaluation
+
+
+def _split(transform: Any) -> tuple[Transform, Normalization | None]:
+    """A transform without its last two steps, and the normalisation that they were."""
+    from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
+
+    if not isinstance(transform, Compose) or len(transform.transforms) < 2:
+        return transform, None
+    *first, to_tensor, last = transform.transforms
+    if not (isinstance(to_tensor, ToTensor) and type(last) is Normalize and not last.inplace):
+        return transform, None
+    norm = Normalization(tuple(map(float, last.mean)), tuple(map(float, last.std)))
+    return Compose([*first, PILToTensor()]), norm
+
+
+class PixelNormalization(nn.Module):
+    """It computes torchvision's ToTensor and Normalize; a module, so that it can be compiled.
+
+    As four kernels, which read and write 29 bytes for each number, it takes 3.27 ms for 2,048
+    images of 224 x 224 pixels on an H200; compiled, as one kernel, 0.38 ms
+    (benchmarks/results/patches.json).
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, norm: Normalization) -> None:
+        super().__init__()
+        shape = (-1, 1, 1)
+        self.register_buffer("mean", torch.tensor(norm.mean).view(shape), persistent=False)
+        self.register_buffer("std", torch.tensor(norm.std).view(shape), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w).
+
+        They are contiguous: with channels last, as in the loader, convolutions would round
+        differently.
+        """
+        pixels = images.to(self.mean.dtype, memory_format=torch.contiguous_format) / 255
+        return (pixels - self.mean) / self.std
+
+
+class _TakesBytes(nn.Module):
+    """A tower that normalises uint8 images itself."""
+
+    pixel_normalization: PixelNormalization
+
+    def forward(self, image: Tensor, *arguments: Any, **options: Any) -> Any:
+        """The tower's own output, of images (n, c, h, w): uint8, or normalised already."""
+        if image.dtype == torch.uint8:
+            image = self.pixel_normalization(image)
+        return super().forward(image, *arguments, **options)
+
+
+_SMALLEST = 8  # smaller ones begin convolutional networks, whose next layers want channels first
+
+
+def multiply_patches(module: nn.Module) -> None:
+    """Let a model's convolutions of patches that do not overlap become `PatchConvolution`s.
+
+    Args:
+        module: the model, changed in place; its names, weights and random state stay.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.Conv2d and _divides(layer):
+            # Another class rather than another module: names of weights and hooks stay.
+            layer.__class__ = PatchConvolution
+
+
+class PatchConvolution(nn.Conv2d):
+    """A convolution of patches that do not overlap; in half precision, a matrix product.
+
+    On an H200 the forward and backward pass of 2,048 images' patches of 32 x 32 pixels take 34.1 ms
+    as a convolution in bfloat16 (28 TFLOP/s) and 2.24 ms as a product, the patches' copy included
+    (benchmarks/results/patches.json). In float32 convolutions may use TF32 where products do not.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The features of each patch.
+
+        Args:
+            images: (n, channels, height, width). Pixels beyond the last whole patch are ignored.
+
+        Returns:
+            (n, width, rows of patches, columns of patches).
+        """
+        dtype = _dtype_of_products(images)
+        half = dtype in (torch.bfloat16, torch.float16)
+        return self.product(images, dtype) if half and images.ndim == 4 else super().forward(images)
+
+    def product(self, images: Tensor, dtype: torch.dtype) -> Tensor:
+        """As `forward`, by a product of the patches' copy, in this dtype, and the weights.
+
+        `flatten(2).transpose(1, 2)` of it, by which transformers go on, is contiguous.
+        """
+        (high, wide), (height, width) = self.kernel_size, images.shape[2:]
+        rows, columns = height // high, width // wide
+        whole = images[:, :, : rows * high, : columns * wide]
+        divided = whole.unflatten(3, (columns, wide)).unflatten(2, (rows, high))
+        patches = divided.permute(0, 2, 4, 1, 3, 5)  # (n, rows, columns, channels, high, wide)
+        copied = patches.to(dtype, memory_format=torch.contiguous_format)  # rounded on the way
+        features = F.linear(copied.flatten(3), self.weight.flatten(1), self.bias)
+        return features.permute(0, 3, 1, 2)
+
+
+def _divides(layer: nn.Conv2d) -> bool:
+    """Whether a convolution's kernels cover its input without overlaps, gaps or borders."""
+    return (
+        layer.stride == layer.kernel_size
+        and min(layer.kernel_size) >= _SMALLEST
+        and layer.padding in ((0, 0), "valid")
+        and layer.dilation == (1, 1)
+        and layer.groups == 1
+    )
+
+
+def _dtype_of_products(images: Tensor) -> torch.dtype:
+    """The dtype in which a product of these images with weights is computed."""
+    device = images.device.type
+    if torch.is_autocast_enabled(device) and images.dtype != torch.float64:  # which it leaves alone
+        return torch.get_autocast_dtype(device)
+    return images.dtype
+
+
+class TorchResize:
+    """OpenCLIP's transform for training with PyTorch's resize of bytes instead of Pillow's.
+
+    Crops are the same. The weights of PyTorch's resize have fewer bits than Pillow's: values differ
+    by at most 3 of 255, fewer than one in 20 where the image is larger than the result (a test
+    holds both). Images that are not RGB go through the original transform.
+    """
+
+    def __init__(self, original: Transform) -> None:
+        """Take the transform up to bytes (see `pixels.with_bytes`).
+
+        Raises:
+            ValueError: `original` is another transform.
+        """
+        self._original = original
+        self._crop = _random_crop(original)
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        """Return the cropped image, uint8 (3, height, width)."""
+        return self.pixels(np.asarray(image)) if image.mode == "RGB" else self._original(image)
+
+    def pixels(self, pixels: np.ndarray) -> Tensor:
+        """The same of an RGB image, uint8 (height, width, 3)."""
+        crop = self._crop
+        size = torch.empty((3, *pixels.shape[:2]), device="meta")  # as torchvision has images
+        top, left, height, width = crop.get_params(size, crop.scale, crop.ratio)
+        # A copy: torch warns of memory that cannot be written to, and a resize of dense pixels in
+        # their own order, channels last, is the fastest.
+        cropped = torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))
+        rows = cropped[None].permute(0, 3, 1, 2)
+        mode = crop.interpolation.value
+        return torch.nn.functional.interpolate(rows, crop.size, mode=mode, antialias=True)[0]
+
+
+def _random_crop(transform: Any) -> Any:
+    """The RandomResizedCrop of a transform that otherwise only converts to RGB and to bytes."""
+    from torchvision.transforms import Compose, InterpolationMode, PILToTensor, RandomResizedCrop
+
+    steps = transform.transforms if isinstance(transform, Compose) else []
+    if len(steps) == 3:
+        crop, convert, to_tensor = steps
+        modes = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
+        if (
+            type(crop) is RandomResizedCrop
+            and crop.antialias
+            and crop.interpolation in modes
+            and type(convert).__module__ in ("open_clip.transform", "builtins")
+            and type(to_tensor) is PILToTensor
+        ):
+            return crop
+    raise ValueError(
+        f"original: {transform}; expected OpenCLIP's transform for training: RandomResizedCrop, "
+        "a conversion to RGB, PILToTensor"
+    )

@@ -1,0 +1,282 @@
+"""Images: bytes and their normalisation, patches as a product, crops by torch."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from torch import Tensor, nn
+from torchvision.transforms import (
+    CenterCrop,
+    ColorJitter,
+    Compose,
+    Normalize,
+    PILToTensor,
+    Resize,
+    ToTensor,
+)
+
+from megabatch.models import create
+from megabatch.models.images import (
+    Normalization,
+    PatchConvolution,
+    PixelNormalization,
+    TorchResize,
+    Transform,
+    multiply_patches,
+    with_bytes,
+)
+from tests.models.tiny import TINY
+from tests.models.tiny_clip import save_tiny_clip
+
+MEAN, STD = (0.48, 0.45, 0.40), (0.27, 0.26, 0.28)
+
+
+class Tower(nn.Module):
+    """Returns its input."""
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return image
+
+
+def picture(mode: str = "RGB") -> Image.Image:
+    pixels = torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy()).convert(mode)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "P", "CMYK"])
+def test_features_are_those_of_normalised_images_bit_for_bit(mode: str) -> None:
+    towers = create(TINY)
+    theirs, train, evaluation = open_clip.create_model_and_transforms(TINY)
+    theirs.load_state_dict(towers.module.state_dict())
+    theirs.eval()  # patches are dropped in training
+    towers.module.eval()
+    for own, expected in ((towers.train_transform, train), (towers.eval_transform, evaluation)):
+        torch.manual_seed(1)  # of the picture and its crop
+        pixels = torch.stack([own(picture(mode))])
+        torch.manual_seed(1)
+        normalised = torch.stack([expected(picture(mode))])
+        assert pixels.dtype == torch.uint8
+        assert pixels.shape == normalised.shape
+        features = theirs.encode_image(normalised)
+        assert torch.equal(towers.module.encode_image(pixels), features)
+        assert torch.equal(towers.module.encode_image(normalised), features)
+
+
+def test_the_order_of_bytes_in_memory_changes_nothing() -> None:
+    normalize = PixelNormalization(Normalization((0.1, 0.2, 0.3), (0.4, 0.5, 0.6)))
+    pixels = torch.randint(256, (2, 3, 5, 4), dtype=torch.uint8)
+    last = normalize(pixels.to(memory_format=torch.channels_last))
+    assert last.is_contiguous()
+    assert torch.equal(last, normalize(pixels))
+
+
+def test_names_of_weights_and_copies_stay() -> None:
+    module = create(TINY).module.eval()
+    assert module.state_dict().keys() == open_clip.create_model(TINY).state_dict().keys()
+    assert isinstance(module.visual, type(open_clip.create_model(TINY).visual))
+    pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
+    assert torch.equal(copy.deepcopy(module).encode_image(pixels), module.encode_image(pixels))
+
+
+def ending(*last: Any) -> Compose:
+    return Compose([Resize(8), *last])
+
+
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        (ending(ToTensor(), Normalize(MEAN, STD)), ending(ToTensor(), Normalize(MEAN, MEAN))),
+        (ending(ToTensor()), ending(ToTensor())),
+        (ending(ToTensor(), Normalize(MEAN, STD), ColorJitter()),) * 2,
+        (ToTensor(), ToTensor()),
+        (Compose([]), Compose([])),
+    ],
+)
+def test_other_transforms_stay_as_they_are(transforms: tuple[Any, Any]) -> None:
+    tower = Tower()
+    assert with_bytes(tower, *transforms) == transforms
+    assert type(tower) is Tower
+    pixels = torch.ones(1, 3, 2, 2, dtype=torch.uint8)
+    assert tower(pixels) is pixels
+
+
+def test_the_device_normalises() -> None:
+    tower = Tower()
+    transform = ending(ToTensor(), Normalize(MEAN, STD))
+    own, _ = with_bytes(tower, transform, transform)
+    image = picture()
+    assert torch.equal(tower(own(image)[None])[0], transform(image))
+    assert tower.to("meta")(torch.empty(1, 3, 2, 2, dtype=torch.uint8, device="meta")).is_meta
+
+
+def changed(layer: nn.Conv2d) -> nn.Conv2d:
+    """A copy of a layer of which `multiply_patches` was told."""
+    model = nn.Sequential(copy.deepcopy(layer))
+    multiply_patches(model)
+    assert isinstance(model[0], nn.Conv2d)
+    return model[0]
+
+
+def with_gradients(output: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """The output, and the gradients of a sum of its powers."""
+    return [output, *torch.autograd.grad(output.double().pow(3).sum(), inputs)]
+
+
+@given(
+    n=st.integers(0, 3),
+    channels=st.integers(1, 4),
+    width=st.integers(1, 9),
+    kernel=st.tuples(st.integers(8, 11), st.integers(8, 11)),
+    size=st.tuples(st.integers(11, 40), st.integers(11, 40)),
+    bias=st.booleans(),
+)
+@settings(max_examples=40)
+def test_the_product_is_the_convolution(
+    n: int, channels: int, width: int, kernel: tuple[int, int], size: tuple[int, int], bias: bool
+) -> None:
+    ours = changed(nn.Conv2d(channels, width, kernel, kernel, bias=bias, dtype=torch.float64))
+    assert isinstance(ours, PatchConvolution)
+    images = torch.randn(n, channels, *size, dtype=torch.float64, requires_grad=True)
+    inputs = images, *ours.parameters()
+    expected = with_gradients(nn.Conv2d.forward(ours, images), *inputs)
+    found = with_gradients(ours.product(images, torch.float64), *inputs)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_exact_as_a_convolution(dtype: torch.dtype) -> None:
+    own = nn.Conv2d(3, 64, 16, 16, dtype=dtype)
+    ours = changed(own)
+    images = torch.randn(5, 3, 64, 80, dtype=dtype)
+    exact = copy.deepcopy(own).double()(images.double())
+    error, theirs = ((layer(images).double() - exact).square().mean() for layer in (ours, own))
+    assert ours(images).dtype == dtype
+    assert error <= 1.1 * theirs
+
+
+def test_autocast_decides() -> None:
+    own = nn.Conv2d(3, 20, 8, 8)
+    ours = changed(own)
+    images = torch.randn(2, 3, 24, 32)
+    assert torch.equal(ours(images), own(images))  # float32: torch's own convolution
+    assert torch.equal(ours(images[0]), own(images[0]))
+    with torch.autocast("cpu", torch.bfloat16):
+        features = ours(images)
+        assert torch.equal(features, ours.product(images, torch.bfloat16))  # type: ignore[operator]
+        exact = copy.deepcopy(ours).double()(images.double())
+    assert (features.dtype, exact.dtype) == (torch.bfloat16, torch.float64)
+    assert features.flatten(2).transpose(1, 2).is_contiguous()
+    torch.testing.assert_close(features.double(), exact, rtol=0.02, atol=0.02)
+
+
+def test_it_is_one_graph() -> None:
+    ours = changed(nn.Conv2d(3, 20, 8, 8))
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    images = torch.randn(2, 3, 24, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(compiled(images), ours(images))
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Conv2d(3, 8, 4, 4),
+        nn.Conv2d(3, 8, 8, 4),
+        nn.Conv2d(3, 8, 8, (8, 4)),
+        nn.Conv2d(3, 8, 8, 8, padding=1),
+        nn.Conv2d(3, 8, 8, 8, dilation=2),
+        nn.Conv2d(4, 8, 8, 8, groups=2),
+        nn.ConvTranspose2d(3, 8, 8, 8),
+    ],
+)
+def test_other_convolutions_stay(layer: nn.Module) -> None:
+    model = nn.Sequential(copy.deepcopy(layer))
+    multiply_patches(model)
+    assert type(model[0]) is type(layer)
+
+
+def test_models_have_them_and_keep_their_weights(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    module = create(TINY).module
+    torch.manual_seed(3)
+    theirs = open_clip.create_model(TINY)
+    assert isinstance(module.visual.conv1, PatchConvolution)  # type: ignore[union-attr]
+    torch.testing.assert_close(module.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    for kind in ("clip", "siglip"):
+        theirs = create(f"hf:{save_tiny_clip(tmp_path / kind, kind)}").module
+        assert any(isinstance(layer, PatchConvolution) for layer in theirs.modules())
+
+
+def test_copies_are_of_the_class() -> None:
+    ours = changed(nn.Conv2d(3, 20, 8, 8, padding="valid")).bfloat16()
+    images = torch.randn(2, 3, 24, 32, dtype=torch.bfloat16)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(copied) is PatchConvolution
+        assert torch.equal(copied(images), ours(images))
+
+
+SIDE = 48
+
+
+@pytest.fixture(scope="module")
+def original() -> Transform:
+    transforms = (open_clip.image_transform(SIDE, is_train=train) for train in (True, False))
+    return with_bytes(nn.Identity(), *transforms)[0]
+
+
+def photograph(seed: int, size: tuple[int, int], mode: str = "RGB") -> Image.Image:
+    """Smooth, with some noise, as photographs are."""
+    random = np.random.default_rng(seed)
+    coarse = Image.fromarray(random.integers(0, 256, (12, 16, 3), dtype=np.uint8))
+    smooth = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
+    noise = random.normal(0, 4, (size[1], size[0], 1))
+    return Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8)).convert(mode)
+
+
+def both(original: Transform, image: Image.Image, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(seed)
+    expected = original(image)
+    torch.manual_seed(seed)
+    return TorchResize(original)(image), expected
+
+
+@pytest.mark.parametrize("size", [(160, 120), (90, 200), (40, 30)])
+def test_crops_are_openclips_and_pixels_almost(original: Transform, size: tuple[int, int]) -> None:
+    for seed in range(5):
+        own, expected = both(original, photograph(seed, size), seed)
+        assert own.dtype == torch.uint8
+        assert own.shape == expected.shape == (3, SIDE, SIDE)
+        difference = (own.int() - expected.int()).abs()
+        assert difference.max() <= 3
+        # Of smaller images the same weights, with a few bits, stand for more of the pixels.
+        assert (difference > 0).float().mean() < (0.05 if min(size) > SIDE else 0.5)
+
+
+def test_another_crop_would_be_noticed(original: Transform) -> None:
+    image = photograph(0, (160, 120))
+    own, expected = both(original, image, 0)
+    other, _ = both(original, image, 1)
+    assert (other.int() - expected.int()).abs().max() > 3
+    assert (own.int() - expected.int()).abs().max() <= 3
+
+
+@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK"])
+def test_other_images_go_through_the_original(original: Transform, mode: str) -> None:
+    own, expected = both(original, photograph(1, (160, 120), mode), 1)
+    assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize("transform", [Compose([CenterCrop(8), PILToTensor()]), PILToTensor()])
+def test_other_transforms_are_refused(transform: Any) -> None:
+    with pytest.raises(ValueError, match=r"(?s)original: .*; expected OpenCLIP's transform"):
+        TorchResize(transform)
