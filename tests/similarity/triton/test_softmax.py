@@ -18,7 +18,7 @@ from tests.similarity.test_statistics import some_ids, weighted_sum
 from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
 
 pytest.importorskip("triton")
-from megabatch.similarity.triton import configs, softmax_forward
+from megabatch.similarity.triton import configs, softmax
 from megabatch.similarity.triton.configs import Config
 
 pytestmark = MARKS
@@ -291,8 +291,8 @@ def test_merged_states(sums: int, count: int, size: int) -> None:
 
     theirs = results(states.merge(in_base_e(given)))
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[:numbers]
-    softmax_forward.merge(given, out, to_logsumexp=False)
+    softmax.merge(given, out, to_logsumexp=False)
     torch.testing.assert_close(results(in_base_e(out)), theirs, rtol=1e-5, atol=1e-5)
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
-    softmax_forward.merge(given, out, to_logsumexp=True)
+    softmax.merge(given, out, to_logsumexp=True)
     torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

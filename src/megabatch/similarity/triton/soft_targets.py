@@ -8,7 +8,7 @@ column, the tile is computed again with a reference for each column. So are the 
 diagonal crosses, whose pairs (i, i) are left to `combine_partials`. The latter merges all sums into
 the running states, relative to the largest logit of the student: a sum of terms of one sign.
 
-`backward_tiles` takes one exponential of each for both sides, as `softmax_backward.unmasked_tiles`
+`backward_tiles` takes one exponential of each for both sides, as `softmax.unmasked_gradients`
 does, or two, with masks.
 
 Exponents, references and states are in base 2. A tile's partial sums for a side are `[largest
@@ -29,8 +29,11 @@ from megabatch.similarity.states import TargetStates
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import State, Upstream, block_kernel, new_descriptor
 from megabatch.similarity.triton.configs import launch_config
-from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
-from megabatch.similarity.triton.softmax_backward import needs_two_exponentials, softmax_grad
+from megabatch.similarity.triton.softmax import (
+    SoftmaxKernelTiles,
+    needs_two_exponentials,
+    softmax_grad,
+)
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
