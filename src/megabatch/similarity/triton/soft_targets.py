@@ -51,8 +51,6 @@ from megabatch.similarity.triton.tiles import (
     to_logsumexp,
 )
 
-#: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
-SPREAD_LSES = (0, 2)
 #: Numbers of a tile's partial sums for a row or column.
 PARTS = 5
 #: A column's sums of the student lose precision if they are relative to a logit that far above:
@@ -66,6 +64,8 @@ P = tl.constexpr(16)
 
 class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     """See `sweep.StateTiles`; an upstream is an `Upstream`."""
+
+    _lses = 2
 
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
         super().__init__(matrix, scale)
@@ -104,10 +104,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         states.to_target_results(states.merge_targets(_in_base(parts, LN2)), out)
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
-        return Upstream.of(states.target_upstream(results, gradient), SPREAD_LSES)
-
-    def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
-        return None if packed is None else Upstream.of(packed, SPREAD_LSES)
+        return Upstream.of(states.target_upstream(results, gradient), self._lses)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
@@ -131,9 +128,8 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         At a finite one an exponential could overflow, and infinity times 0 is NaN.
         """
         packed = self._empty(states.TARGET_UPSTREAM, size).zero_()
-        for lse in SPREAD_LSES:
-            packed[lse] = torch.inf
-        return Upstream.of(packed, SPREAD_LSES)
+        packed[0:3:2] = torch.inf
+        return Upstream.of(packed, self._lses)
 
 
 def _in_base(state: Tensor, factor: tl.constexpr) -> Tensor:

@@ -82,6 +82,8 @@ SPREAD = tl.constexpr(80.0)
 class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
     """See `sweep.StateTiles`; an upstream is an `Upstream`."""
 
+    _lses = 1  #: of an upstream, whose spread in a tile counts
+
     def __init__(self, matrix: Matrix, scale: Tensor) -> None:
         rows = matrix.rows
         if rows.ceiling is not None:
@@ -191,7 +193,7 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         return Upstream(out, size, extremes, tiles)
 
     def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
-        return None if packed is None else Upstream.of(packed)
+        return None if packed is None else Upstream.of(packed, self._lses)
 
     def pack_upstream(self, upstream: Upstream | None) -> Tensor | None:
         return None if upstream is None else upstream.packed
@@ -723,20 +725,8 @@ def masked_gradients(
             )  # fmt: skip
             g = tl.zeros((B, B), tl.float32)  # of a negative
             h = tl.zeros((B, B), tl.float32)  # of a positive
-            if row_upstream is not None:
-                i = ti * B + tl.arange(0, B)
-                g += softmax_grad(s, of_rows, i, m, 0, 1)
-                if HAS_POSITIVES:
-                    h += softmax_grad(s, of_rows, i, m, 2, 1)
-                    of_sum = tl.load(row_upstream + 4 * row_stride + i, mask=i < m, other=0.0)
-                    h += of_sum[:, None]
-            if col_upstream is not None:
-                j = tj * B + tl.arange(0, B)
-                g += softmax_grad(s, of_cols, j, n, 0, 0)
-                if HAS_POSITIVES:
-                    h += softmax_grad(s, of_cols, j, n, 2, 0)
-                    of_sum = tl.load(col_upstream + 4 * col_stride + j, mask=j < n, other=0.0)
-                    h += of_sum[None, :]
+            g, h = _add_gradients(g, h, s, of_rows, ti, m, HAS_POSITIVES, 1)
+            g, h = _add_gradients(g, h, s, of_cols, tj, n, HAS_POSITIVES, 0)
             g = tl.where(negative, g, tl.where(positive, h, 0.0))
             ds.store([ti * B, tj * B], g.to(ds.dtype))
 
@@ -746,6 +736,19 @@ def _is_masked(ti, tj, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL: 
     """Whether `masked_tiles` must take a tile; ti and tj may be vectors."""
     spread = needs_two_exponentials(ti, tj, of_rows, of_cols, 0)
     return spread | needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL)
+
+
+@triton.jit
+def _add_gradients(g, h, s, upstream, tile, size, HAS_POSITIVES: tl.constexpr, AXIS: tl.constexpr):
+    """g, h + one side's gradients of a tile's logits s, if they are negatives or positives."""
+    if upstream.packed is not None:
+        i = tile * B + tl.arange(0, B)
+        g += softmax_grad(s, upstream, i, size, 0, AXIS)
+        if HAS_POSITIVES:
+            h += softmax_grad(s, upstream, i, size, 2, AXIS)
+            of_sum = tl.load(upstream.packed + 4 * upstream.stride + i, mask=i < size, other=0.0)
+            h += tl.expand_dims(of_sum, AXIS)
+    return g, h
 
 
 @triton.jit
