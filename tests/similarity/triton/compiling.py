@@ -17,9 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.triton import gradients, paired, ranking, sigmoid, soft_targets
-from megabatch.similarity.triton import softmax_backward as backward
-from megabatch.similarity.triton import softmax_forward as forward
+from megabatch.similarity.triton import gradients, paired, ranking, sigmoid, soft_targets, softmax
 
 TYPES = (
     dict.fromkeys(("row_ids", "col_ids", "row_ranges", "col_ranges"), "*i64")
@@ -50,19 +48,19 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "sigmoid": (sigmoid.unmasked_tiles, "bf16", 4, PLAIN),
     "sigmoid, ids": (sigmoid.unmasked_tiles, "fp16", 4, IDS | UNEVEN),
     "sigmoid, masked": (sigmoid.masked_tiles, "bf16", 16, IDS),
-    "clip": (forward.unmasked_tiles, "bf16", 4, PLAIN | LONG),
-    "clip, half": (forward.unmasked_tiles, "bf16", 4, PLAIN | LONG | UNEVEN | HALF),
-    "clip, ds": (backward.unmasked_tiles, "bf16", 4, PLAIN),
-    "clip, ds, half": (backward.unmasked_tiles, "fp16", 4, PLAIN | HALF),
-    "clip, guided": (forward.unmasked_tiles, "bf16", 4, GUIDED | LONG),
-    "combine": (forward.combine_partials, "bf16", 8, GUIDED | HALF),
-    "clip, guided, ds": (backward.unmasked_tiles, "bf16", 4, GUIDED),
-    "guided, masked ds": (backward.masked_tiles, "bf16", 8, GUIDED),
+    "clip": (softmax.unmasked_tiles, "bf16", 4, PLAIN | LONG),
+    "clip, half": (softmax.unmasked_tiles, "bf16", 4, PLAIN | LONG | UNEVEN | HALF),
+    "clip, ds": (softmax.unmasked_gradients, "bf16", 4, PLAIN),
+    "clip, ds, half": (softmax.unmasked_gradients, "fp16", 4, PLAIN | HALF),
+    "clip, guided": (softmax.unmasked_tiles, "bf16", 4, GUIDED | LONG),
+    "combine": (softmax.combine_partials, "bf16", 8, GUIDED | HALF),
+    "clip, guided, ds": (softmax.unmasked_gradients, "bf16", 4, GUIDED),
+    "guided, masked ds": (softmax.masked_gradients, "bf16", 8, GUIDED),
     "find": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16, "above": None, "equal": None}),
     "count": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16}),
     "count, ids": (ranking.ranks, "fp16", 8, TILE | {"GROUP": 16}),
     "scores": (ranking.scores, "bf16", 8, PLAIN | {"GROUP": 16}),
-    "merge": (forward.merge_states, "bf16", 4, TILE | {"TO_LOGSUMEXP": False, "ROWS": 256}),
+    "merge": (softmax.merge_states, "bf16", 4, TILE | {"TO_LOGSUMEXP": False, "ROWS": 256}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),

@@ -13,7 +13,7 @@ import megabatch as mb
 from megabatch import similarity
 from megabatch.similarity import settings
 from tests.similarity.features import MAKERS
-from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
+from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS, SECOND
 
 pytest.importorskip("triton")
 from megabatch.similarity.triton import configs
@@ -112,7 +112,8 @@ def check(
 @pytest.mark.parametrize("size", [140, pytest.param(2501, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("maker", "scale", "bias"),
-    [(maker, *numbers) for maker in MAKERS for numbers in ((10.0, -10.0), (200.0, -30.0))]
+    [(maker, 200.0, -30.0) for maker in MAKERS]
+    + [(maker, 10.0, -10.0) for maker in SECOND]
     + [("random", 0.01, -10.0), ("clustered", 10.0, 0.0), ("learnt", 100.0, 5.0)]
     + [("outliers", 100.0, 30.0)],
 )
@@ -222,7 +223,7 @@ def test_non_finite_features_give_non_finite_results(value: float) -> None:
     assert gradients[0][:128].isfinite().all()
 
 
-@pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (3,), (1, 2), (2, 3)])
+@pytest.mark.parametrize("needed", [(), (0,), (1, 2), (2, 3)])
 def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
     x, y = (t.half().to(DEVICE) for t in MAKERS["random"](140, 150, 16))
     ids = torch.arange(140, device=DEVICE), torch.arange(150, device=DEVICE)
@@ -250,19 +251,6 @@ def test_no_pairs() -> None:
         loss, gradients = run(x[:m], x[:n], 2.0, -1.0, ids, None)
         assert loss == 0
         assert not any(g.any() for g in gradients)
-
-
-def test_strided_features_and_the_same_bits() -> None:
-    x, y = (t.to(DEVICE, torch.float16) for t in MAKERS["clustered"](150, 150, 24))
-    wide = torch.cat([y, y], dim=1)[:, :24]
-    odd = torch.cat([y[:, :1], y], dim=1)[:, 1:]
-    first, *others = (
-        run(a, b, 20.0, -5.0, "paired", None)
-        for a, b in ((x, y), (x, y), (x.T.contiguous().T, wide), (x, odd))
-    )
-    for loss, gradients in others:
-        assert loss == first[0]
-        assert all(torch.equal(a, b) for a, b in zip(gradients, first[1], strict=True))
 
 
 def test_float32() -> None:

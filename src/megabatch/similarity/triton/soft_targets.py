@@ -8,7 +8,7 @@ column, the tile is computed again with a reference for each column. So are the 
 diagonal crosses, whose pairs (i, i) are left to `combine_partials`. The latter merges all sums into
 the running states, relative to the largest logit of the student: a sum of terms of one sign.
 
-`backward_tiles` takes one exponential of each for both sides, as `softmax_backward.unmasked_tiles`
+`backward_tiles` takes one exponential of each for both sides, as `softmax.unmasked_gradients`
 does, or two, with masks.
 
 Exponents, references and states are in base 2. A tile's partial sums for a side are `[largest
@@ -29,8 +29,11 @@ from megabatch.similarity.states import TargetStates
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import State, Upstream, block_kernel, new_descriptor
 from megabatch.similarity.triton.configs import launch_config
-from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
-from megabatch.similarity.triton.softmax_backward import needs_two_exponentials, softmax_grad
+from megabatch.similarity.triton.softmax import (
+    SoftmaxKernelTiles,
+    needs_two_exponentials,
+    softmax_grad,
+)
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
@@ -48,8 +51,6 @@ from megabatch.similarity.triton.tiles import (
     to_logsumexp,
 )
 
-#: Numbers of an upstream that are log-sum-exps, whose spread in a tile counts.
-SPREAD_LSES = (0, 2)
 #: Numbers of a tile's partial sums for a row or column.
 PARTS = 5
 #: A column's sums of the student lose precision if they are relative to a logit that far above:
@@ -63,6 +64,8 @@ P = tl.constexpr(16)
 
 class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
     """See `sweep.StateTiles`; an upstream is an `Upstream`."""
+
+    _lses = 2
 
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
         super().__init__(matrix, scale)
@@ -101,10 +104,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         states.to_target_results(states.merge_targets(_in_base(parts, LN2)), out)
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
-        return Upstream.of(states.target_upstream(results, gradient), SPREAD_LSES)
-
-    def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
-        return None if packed is None else Upstream.of(packed, SPREAD_LSES)
+        return Upstream.of(states.target_upstream(results, gradient), self._lses)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
@@ -128,9 +128,8 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
         At a finite one an exponential could overflow, and infinity times 0 is NaN.
         """
         packed = self._empty(states.TARGET_UPSTREAM, size).zero_()
-        for lse in SPREAD_LSES:
-            packed[lse] = torch.inf
-        return Upstream.of(packed, SPREAD_LSES)
+        packed[0:3:2] = torch.inf
+        return Upstream.of(packed, self._lses)
 
 
 def _in_base(state: Tensor, factor: tl.constexpr) -> Tensor:

@@ -140,11 +140,13 @@ def id_ranges(ids, out, size, tiles):
 
 
 @kernel
-def lse_extremes(lse, out, size, tiles):
-    """Smallest and largest log-sum-exp of each tile of rows in log2: out[0], out[1]."""
+def lse_extremes(packed, stride, out, size, tiles, COUNT: tl.constexpr):
+    """out[2 k], out[2 k + 1] = smallest, largest of packed[2 k] in each tile of rows, in log2."""
     t = tl.program_id(0)
     i = t * B + tl.arange(0, B)
-    store_extremes(tl.load(lse + i, mask=i < size, other=0.0), i < size, out + t, tiles)
+    for k in tl.static_range(COUNT):
+        lse = tl.load(packed + 2 * k * stride + i, mask=i < size, other=0.0)
+        store_extremes(lse, i < size, out + 2 * k * tiles + t, tiles)
 
 
 @triton.jit
