@@ -239,7 +239,7 @@ def table(text: str, files: Mapping[str, Record]) -> str:
         forms = [(title, told["cell"]) for title in titles]
     else:
         titles, forms = list(told["columns"]), [("", form) for form in told["columns"].values()]
-    lines = [[told.get("head", ""), *titles], ["---"] * (1 + len(titles))]
+    lines = [[told.get("head", " "), *titles], ["---"] * (1 + len(titles))]
     shown = sorted(rows, key=_number) if told.get("sort") else rows
     for row, cells in ((row, rows[row]) for row in shown):
         lines.append([row, *(cell(form, cells[t]) if t in cells else "-" for t, form in forms)])

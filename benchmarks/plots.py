@@ -361,7 +361,7 @@ def main() -> None:
         on = "simulated, H200s" if "simulated" in content else place(content["machine"])
         measured = any("measured" in record for record in everything)
         width = "" if measured else f", d = {options.width}"
-        made.suptitle(on if name and study else f"{on}, bf16{width}")
+        made.suptitle(f"{name[1:]}, {on}" if name and study else f"{on}, bf16{width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)

@@ -16,7 +16,7 @@ from machinery.study_summary import Point, points
 
 TITLES = {
     "negatives": "negatives alone: same batches, same steps",
-    "long": "negatives alone, longer runs: smaller batches",
+    "long": "negatives alone: batches of 4,096, more steps",
     "samples": "batch at equal samples, rate tuned",
     "steps": "batch at equal steps, rate tuned",
 }
