@@ -61,8 +61,8 @@ def test_a_warm_up_that_was_asked_for_is_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["quickstart", "icons"])
-def test_a_packaged_configuration_takes_other_data(
+@pytest.mark.parametrize("name", ["quickstart", "benchmarks/icons.toml"])
+def test_a_configuration_takes_other_data(
     name: str, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     small = make_config(tmp_path / "run", steps=6)

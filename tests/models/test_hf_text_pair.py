@@ -23,7 +23,7 @@ from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids, lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
-from megabatch.training.setup import build_towers, pooling_notes
+from megabatch.training.setup import build_towers, model_notes
 from megabatch.training.trainer import Trainer
 from tests.export.runs import reports
 from tests.models.tiny_bert import save_tiny_bert
@@ -83,8 +83,9 @@ def test_the_pooling_of_a_folder_of_sentence_transformers(
 ) -> None:
     folder = save_tiny_bert(tmp_path / "bert")
     config = TrainConfig(model=f"hf:{folder}")
-    assert pooling_notes(config) == []
-    assert open_model(config.model, None).towers.module.first.pooling == "mean"
+    towers = open_model(config.model, None).towers
+    assert model_notes(config, towers) == []
+    assert towers.module.first.pooling == "mean"
     modules = ["Transformer", "Pooling", *more, "Normalize"]
     listed = [{"type": f"sentence_transformers.models.{m}", "path": m} for m in modules]
     (folder / "modules.json").write_text(json.dumps(listed))
@@ -93,7 +94,7 @@ def test_the_pooling_of_a_folder_of_sentence_transformers(
     note = (
         f"--hf-pooling mean is used, although sentence-transformers' files in {folder} name {own}"
     )
-    assert pooling_notes(config) == ([] if own == "mean" else [note])
+    assert model_notes(config, towers) == ([] if own == "mean" else [note])
     if not more:
         assert open_model(config.model, None).towers.module.first.pooling == own
     else:

@@ -23,8 +23,8 @@ from megabatch.training.setup import (
     build_towers,
     kind_problems,
     length_notes,
+    model_notes,
     prepare,
-    random_text_notes,
     train_transform,
 )
 from megabatch.training.world import World
@@ -100,13 +100,16 @@ def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_p
 
 def test_a_text_tower_that_open_clip_would_download_is_a_note(tmp_path: Path) -> None:
     bert = save_tiny_bert(tmp_path)
-    module = nn.Module()
+    towers = create(TINY)
+    own, module = towers.module, nn.Module()
     module.text = HFTextEncoder(str(bert), output_dim=8, pretrained=False)
+    towers.module = module
     config = TrainConfig(model="roberta-ViT-B-32")
-    [note] = random_text_notes(config, module)
+    [note] = model_notes(config, towers)
     assert note.startswith(f"the text tower starts with random weights: those of {bert}, which")
-    assert random_text_notes(replace(config, pretrained=bert), module) == []
-    assert random_text_notes(config, create(TINY).module) == []
+    assert model_notes(replace(config, pretrained=bert), towers) == []
+    towers.module = own
+    assert model_notes(config, towers) == []
 
 
 def test_the_resize_is_chosen_for_openclips_transforms_only(

@@ -86,47 +86,44 @@ def prepare(
 
 
 def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
+    """As `prepare`, on this rank: the settings, the data, the model, and then the loader."""
     if missing := unnamed(config):
         raise UsageError(name_defaults(missing, given))
-    notes: list[str] = []
-    types_right = not wrong_types(config)
-    if types_right:
-        config, notes = resolve(config, given)
-        config, more = fine_tuned(config, given)
-        notes += more
-        if config.torchcompile is None:
-            config = replace(config, torchcompile=world.device.type == "cuda")
-            if config.torchcompile:
-                notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
+    if wrong := wrong_types(config):
+        raise UsageError(all_of(wrong))
+    config, notes = resolve(config, given)
+    config, more = fine_tuned(config, given)
+    notes += more
+    if config.torchcompile is None:
+        config = replace(config, torchcompile=world.device.type == "cuda")
+        if config.torchcompile:
+            notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
     reasons = problems(config)
     if not reasons and world.main:
         reasons += folder_problems(config) + trackers.problems(config)
+
     dataset = _attempt(reasons, lambda: open_data(config))
-    if dataset is not None and types_right:
+    if dataset is not None:
         pairs = pairs_per_epoch(dataset)
         config, more = resolve(config, given, lambda c: too_short(c, pairs))
         notes += more
-        too_few = length_problems(config, pairs, world.size)
-        reasons += too_few
-        if too_few:  # damaged sources may be the reason
-            reasons += [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
+        if too_few := length_problems(config, pairs, world.size):
+            # Damaged sources may be the reason.
+            damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
+            reasons += too_few + damage
+
     if not reasons:
         torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
     transform = None
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
-        reasons += batch_norm.problems(config, world)
-        reasons += evaluating.problems(config, towers.first)
-        if config.trim_texts and not towers.lengths:
-            notes.append(f"texts keep their padding: features of {config.model} may depend on it")
-        notes += pooling_notes(config) if towers.first == "text" else []
-        notes += random_text_notes(config, towers.module)
-        if config.decode == "late" and towers.first == "text":
-            reasons.append(f"--decode late: {config.model} takes texts, which are not decoded")
+        reasons += batch_norm.problems(config, world) + evaluating.problems(config, towers.first)
+        notes += model_notes(config, towers)
         transform = _attempt(reasons, lambda: train_transform(config, towers))
     if reasons or dataset is None or towers is None or transform is None:
         raise UsageError(name_defaults(all_of(reasons), given))
+
     loader = PairLoader(
         dataset,
         batch_size=config.global_batch_size,
@@ -141,9 +138,8 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         pinned=world.device.type == "cuda",
         negatives=config.hard_negatives,
     )
-    pairs = pairs_per_epoch(dataset)
-    total_steps = _total_steps(config, pairs)
-    notes += length_notes(config, pairs, total_steps)
+    total_steps = _total_steps(config, pairs_per_epoch(dataset))
+    notes += length_notes(config, pairs_per_epoch(dataset), total_steps)
     notes = [name_defaults(note, given) for note in notes]
     return Setup(config, world, towers, loader, total_steps, notes)
 
@@ -176,31 +172,27 @@ def _check_ranks(setup: Setup) -> None:
             )
 
 
-def pooling_notes(config: TrainConfig) -> list[str]:
-    """A line if the folder of a text encoder names another pooling than the configuration."""
+def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
+    """Lines on what a user may not expect of a model: its padding, its pooling, its weights."""
+    notes = []
+    if config.trim_texts and not towers.lengths:
+        notes.append(f"texts keep their padding: features of {config.model} may depend on it")
     prefix, _, folder = config.model.partition(":")
-    own = saved_pooling(Path(folder)) if prefix == "hf" else ""
-    if own in ("", config.hf_pooling):
-        return []
-    return [
-        f"--hf-pooling {config.hf_pooling} is used, although sentence-transformers' files in "
-        f"{folder} name {own}"
-    ]
-
-
-def random_text_notes(config: TrainConfig, module: nn.Module) -> list[str]:
-    """A line if an open_clip model's text tower is a Hugging Face one that OpenCLIP would download.
-
-    OpenCLIP's trainer starts such a tower with the weights that its name stands for.
-    """
-    text: Any = getattr(module, "text", None)
+    own = saved_pooling(Path(folder)) if prefix == "hf" and towers.first == "text" else ""
+    if own not in ("", config.hf_pooling):
+        notes.append(
+            f"--hf-pooling {config.hf_pooling} is used, although sentence-transformers' files in "
+            f"{folder} name {own}"
+        )
+    # OpenCLIP's trainer starts such a tower with the weights that its name stands for.
+    text: Any = getattr(towers.module, "text", None)
     loaded = config.pretrained or config.pretrained_text_path or ":" in config.model
-    if loaded or type(text).__name__ != "HFTextEncoder":
-        return []
-    return [
-        f"the text tower starts with random weights: those of {text.config.name_or_path}, which "
-        "OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
-    ]
+    if not loaded and type(text).__name__ == "HFTextEncoder":
+        notes.append(
+            f"the text tower starts with random weights: those of {text.config.name_or_path}, "
+            "which OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
+        )
+    return notes
 
 
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
@@ -218,6 +210,8 @@ def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torc
 
 def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
     """Reasons why the first inputs of pairs, "image" or "text", do not suit the model."""
+    if config.decode == "late" and taken == "text":
+        return [f"--decode late: {config.model} takes texts, which are not decoded"]
     if given == taken:
         return []
     hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
