@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megabatch.benchmarking.records import command_line, environment
+from megabatch.benchmarking.records import command_line, machine, versions
 from megabatch.config.settings import resolve_device
 from megabatch.data.grey import IMAGES, GreyPairs
 from megabatch.data.iconify import open_package
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         content: dict[str, Any] = {
             "command": command_line(options.output),
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **environment(),
+            "machine": machine(),
+            "versions": versions(),
             "data": prepare(options, folder / "icons"),
             "records": [],
         }
