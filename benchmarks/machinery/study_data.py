@@ -1,9 +1,9 @@
 """The data sets of batch_study.py, whole on one device: icons with captions, words with glosses.
 
 Both are divided alike. A family that training never sees is the `unseen` test set: of the icons the
-held-out families of sets (benchmarks/README.md), of WordNet three lexicographer files. Of the rest a hash
-picks 4% each for `validation`, by which learning rates are chosen, and for the `in_domain` test
-set; the others are `train`.
+held-out families of sets (benchmarks/README.md), of WordNet three lexicographer files. Of the
+rest a hash picks 4% each for `validation`, by which learning rates are chosen, and for the
+`in_domain` test set; the others are `train`.
 """
 
 from __future__ import annotations
