@@ -9,10 +9,10 @@ from torch import Tensor
 from megabatch.similarity import states
 from megabatch.similarity.backends import capability
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.states import TargetStates
+from megabatch.similarity.tiles import State
 from megabatch.similarity.triton import soft_target_backward, soft_target_forward
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.blocks import State, Upstream, new_descriptor
+from megabatch.similarity.triton.blocks import Upstream, new_descriptor
 from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
 from megabatch.similarity.triton.tiles import LN2, LOG2E, NO_DIAGONAL
 
@@ -28,19 +28,15 @@ SPREAD_LSES = (0, 2)
 CHUNK = soft_target_forward.CHUNK.value
 
 
-class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
-    """See `sweep.StateTiles`; an upstream is an `Upstream`."""
+class SoftTargetKernelTiles(SoftmaxKernelTiles):
+    """Tiles whose upstream is an `Upstream`."""
 
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
         super().__init__(matrix, scale)
-        self.teacher_scale = teacher_scale
+        self.numbers, self.teacher_scale = states.TARGETS, teacher_scale
         hopper = self.x.is_cuda and capability(self.x.device)[0] == 9
         self._stages = (STAGES, BACKWARD_STAGES) if hopper else (STAGES_ELSEWHERE,) * 2
         self._bk = (BYTES if hopper else BYTES_ELSEWHERE) // self.x.element_size()
-
-    @property
-    def _results(self) -> int:
-        return states.TARGET_RESULTS
 
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
         block = self._block(i, j, self._bk)
@@ -105,7 +101,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
 
         At a finite one an exponential could overflow, and infinity times 0 is NaN.
         """
-        packed = self._empty(states.TARGET_UPSTREAM, size).zero_()
+        packed = self._empty(states.TARGETS.upstream, size).zero_()
         for lse in SPREAD_LSES:
             packed[lse] = torch.inf
         return Upstream.of(packed, SPREAD_LSES)
@@ -116,6 +112,6 @@ def _in_base(state: Tensor, factor: tl.constexpr) -> Tensor:
 
     `factor`: LN2 for base e, LOG2E for base 2.
     """
-    factors = state.new_ones(states.TARGET_STATE, 1)
+    factors = state.new_ones(states.TARGETS.state, 1)
     factors[[0, 2, 6, 8, 9]] = factor.value
     return state * factors

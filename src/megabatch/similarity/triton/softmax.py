@@ -5,18 +5,15 @@ States are laid out as `states` documents, with references in base 2.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.slices import strips
-from megabatch.similarity.states import SoftmaxStates
+from megabatch.similarity.tiles import State, StateTiles
 from megabatch.similarity.triton import softmax_backward, softmax_forward
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import (
     KernelTiles,
-    State,
     Upstream,
     by_last_tile,
     new_descriptor,
@@ -25,24 +22,20 @@ from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.gradients import scale_rows
 
 
-class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
-    """See `sweep.StateTiles`; an upstream is an `Upstream`."""
+class SoftmaxKernelTiles(StateTiles, KernelTiles):
+    """Tiles whose upstream is an `Upstream`."""
 
     def __init__(self, matrix: Matrix, scale: Tensor) -> None:
         rows = matrix.rows
         if rows.ceiling is not None:
             matrix = matrix._replace(rows=rows._replace(ceiling=rows.ceiling.contiguous()))
         super().__init__(matrix, scale)
+        self.numbers = states.SPLIT if matrix.has_positives else states.NEGATIVES
+        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
+        step = self.block_rows if self.symmetric else 2 * self.block_rows
+        self.forward_blocks = step, step
 
     # --- forward ----------------------------------------------------------------------------
-
-    @property
-    def _results(self) -> int:
-        """Numbers of a row's results."""
-        return 4 if self.matrix.has_positives else 1
-
-    def results(self, state: Tensor) -> Tensor:
-        return state[: self._results]  # as the last block left them
 
     def forward(
         self,
@@ -51,34 +44,8 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        m, n, symmetric = self.m, self.n, self.symmetric
-        if m == 0 or n == 0:
-            self._without_pairs(rows, cols, overwrite, to_results)
-        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
-        step = self.block_rows if symmetric else 2 * self.block_rows
-        for i, j in ((i, j) for i in strips(m, step) for j in strips(n, step)):
-            if symmetric and j.start < i.start:
-                continue
-            # Above the diagonal, a block's columns are rows further down.
-            mirrored = symmetric and i != j
-            first, last = overwrite[0] and j.start == 0, to_results and j.stop == n
-            row_state = State(rows[:, i], rows.stride(0), int(first), int(last))
-            col_state, other = None, rows if mirrored else cols
-            if other is not None:
-                first = overwrite[0 if symmetric else 1] and i.start == 0
-                last = to_results and not mirrored and i.stop == m
-                col_state = State(other[:, j], other.stride(0), int(first), int(last))
-            self._forward_block(i, j, row_state, col_state)
-
-    def _without_pairs(
-        self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool], to_results: bool
-    ) -> None:
-        """Write the states that no block writes."""
-        for state, new in zip((rows, cols), overwrite, strict=True):
-            if new and state is not None:
-                self.clear(state)
-            if to_results and state is not None:
-                self.write_results(state[None].clone(), self.results(state))
+        for block in self.blocks_with_states(rows, cols, overwrite, to_results):
+            self._forward_block(*block)
 
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
         config = launch_config("forward", self.features)
@@ -142,11 +109,6 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
     def pack_upstream(self, upstream: Upstream | None) -> Tensor | None:
         return None if upstream is None else upstream.packed
 
-    def upstream_divisor(self, rows: Upstream | None, cols: Upstream | None) -> Tensor | None:
-        if self.x.dtype != torch.float16:
-            return None
-        return states.upstream_divisor([side.packed for side in (rows, cols) if side is not None])
-
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
     ) -> Tensor:
@@ -178,12 +140,13 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         side: str,
         rows: slice,
         factor: Tensor,
-        scale_grad_part: bool,
+        scale_grad: bool,
         out: Tensor | None,
     ) -> Tensor | None:
+        out = None if out is None else out[rows]
         # The gradient of features that are stored by columns is stored so too.
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
-        features = (self.x if side == "x" else self.y)[rows] if scale_grad_part else None
+        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
         parts = scale_rows(total, target, factor, self.width, features=features)
         if out is not None and target is not None and target is not out:
             out.copy_(target)

@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megabatch.similarity.tiles import State
 from megabatch.similarity.triton.blocking import cdiv
-from megabatch.similarity.triton.blocks import State, block_kernel
+from megabatch.similarity.triton.blocks import block_kernel
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import (
     LN2,
