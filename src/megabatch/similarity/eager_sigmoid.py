@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +64,9 @@ class Deferred(NamedTuple):
             features.new_empty(len(features) if halves else 0, dtype=torch.float32),
         )
 
-    def rows(self, part: slice) -> slice | Tensor:
+    def place(self, rows: slice) -> slice | Tensor:
         """Where these sorted rows are."""
-        return part if self.order is None else self.order[part]
+        return rows if self.order is None else self.order[rows]
 
 
 class SigmoidTiles(EagerTiles):
@@ -125,19 +125,19 @@ class SigmoidTiles(EagerTiles):
         return self.call.scale / (divisor if self._gain is None else divisor * self._gain)
 
     def write_grad(
-        self, total: Tensor, side: str, part: slice, factor: Tensor, scale_grad: bool, out: Deferred
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
-        features = (self.x if side == "x" else self.y)[part]
+        features = (self.x if side == "x" else self.y)[rows]
         product = row_dots(features, total, torch.float64) if scale_grad else None
         if product is not None and self._gain is not None:
             product /= self._gain
-        values, rows = total.mul_(factor), out.rows(part)
+        values, place = total.mul_(factor), out.place(rows)
         if len(out.row_scale):
             _, exponent = torch.frexp(values.abs().amax(1).nan_to_num(1, 1))
             power = torch.ldexp(torch.ones_like(values[:, 0]), exponent.clamp(-100, 100) - 15)
-            out.row_scale[rows] = power
+            out.row_scale[place] = power
             values.div_(power[:, None])
-        out.values[rows] = values.to(out.values.dtype)
+        out.values[place] = values.to(out.values.dtype)
         return product
 
 

@@ -228,7 +228,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 def _write(out: Tensor, deferred: Deferred, factor: Tensor, divisor: int) -> None:
     """out = the gradient times two factors, in its dtype."""
     if backends.uses_kernels(out):
-        from megabatch.similarity.triton.sigmoid_tiles import write_deferred
+        from megabatch.similarity.triton.sigmoid import write_deferred
 
         if out.stride(1) == 1:
             write_deferred(deferred, out, factor, divisor)
@@ -302,7 +302,7 @@ def _sweep(o: Operands, ranks: Ranks | None) -> Sweep:
     if teacher is not None or not backends.uses_kernels(o.x):
         sums = SigmoidTiles.new_sums(o.x, o.y, len(bounds) - 1)
         return Sweep(matrix, Orders(), partial(SigmoidTiles, call=call, sums=sums), ranks)
-    from megabatch.similarity.triton.sigmoid_tiles import SigmoidKernelTiles
+    from megabatch.similarity.triton.sigmoid import SigmoidKernelTiles
 
     sums = SigmoidKernelTiles.new_sums(o.x, o.y, len(bounds) - 1)
     return Sweep(*sort_by_id(matrix), partial(SigmoidKernelTiles, call=call, sums=sums), ranks)

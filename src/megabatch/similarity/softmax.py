@@ -441,7 +441,7 @@ def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
 
 def _kernel_tiles(o: Operands) -> Any:
     if o.teacher_scale is not None:
-        from megabatch.similarity.triton.soft_target_tiles import SoftTargetKernelTiles
+        from megabatch.similarity.triton.soft_targets import SoftTargetKernelTiles
 
         return SoftTargetKernelTiles
     from megabatch.similarity.triton.softmax import SoftmaxKernelTiles

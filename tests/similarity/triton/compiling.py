@@ -17,11 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.triton import gradients, paired, ranking, sigmoid
-from megabatch.similarity.triton import soft_target_backward as targets_backward
-from megabatch.similarity.triton import soft_target_forward as targets_forward
-from megabatch.similarity.triton import softmax_backward as backward
-from megabatch.similarity.triton import softmax_forward as forward
+from megabatch.similarity.triton import gradients, paired, ranking, sigmoid, soft_targets, softmax
 
 TYPES = (
     dict.fromkeys(("row_ids", "col_ids", "row_ranges", "col_ranges"), "*i64")
@@ -31,7 +27,7 @@ TYPES = (
     | dict.fromkeys(("row_state", "col_state", "states", "result", "score", "tops"), "*fp32")
     | dict.fromkeys(("row_upstream", "col_upstream", "row_extremes", "col_extremes"), "*fp32")
     | dict.fromkeys(("partials", "teacher_scale", "own", "scale_grad_parts"), "*fp32")
-    | {"sums": "*fp64", "flags": "*i32"}
+    | {"sums": "*fp64"}
 )
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
 #: Constants, and arguments that are None, of those kernels that have them.
@@ -52,29 +48,27 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "sigmoid": (sigmoid.unmasked_tiles, "bf16", 4, PLAIN),
     "sigmoid, ids": (sigmoid.unmasked_tiles, "fp16", 4, IDS | UNEVEN),
     "sigmoid, masked": (sigmoid.masked_tiles, "bf16", 16, IDS),
-    "clip": (forward.unmasked_tiles, "bf16", 4, PLAIN | LONG),
-    "clip, half": (forward.unmasked_tiles, "bf16", 4, PLAIN | LONG | UNEVEN | HALF),
-    "clip, ds": (backward.unmasked_tiles, "bf16", 4, PLAIN),
-    "clip, ds, half": (backward.unmasked_tiles, "fp16", 4, PLAIN | HALF),
-    "clip, guided": (forward.unmasked_tiles, "bf16", 4, GUIDED | LONG),
-    "combine": (forward.combine_partials, "bf16", 8, GUIDED | HALF),
-    "clip, guided, ds": (backward.unmasked_tiles, "bf16", 4, GUIDED),
-    "guided, masked ds": (backward.masked_tiles, "bf16", 8, GUIDED),
+    "clip": (softmax.unmasked_tiles, "bf16", 4, PLAIN | LONG),
+    "clip, half": (softmax.unmasked_tiles, "bf16", 4, PLAIN | LONG | UNEVEN | HALF),
+    "clip, ds": (softmax.unmasked_gradients, "bf16", 4, PLAIN),
+    "clip, ds, half": (softmax.unmasked_gradients, "fp16", 4, PLAIN | HALF),
+    "clip, guided": (softmax.unmasked_tiles, "bf16", 4, GUIDED | LONG),
+    "combine": (softmax.combine_partials, "bf16", 8, GUIDED | HALF),
+    "clip, guided, ds": (softmax.unmasked_gradients, "bf16", 4, GUIDED),
+    "guided, masked ds": (softmax.masked_gradients, "bf16", 8, GUIDED),
     "find": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16, "above": None, "equal": None}),
     "count": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16}),
     "count, ids": (ranking.ranks, "fp16", 8, TILE | {"GROUP": 16}),
     "scores": (ranking.scores, "bf16", 8, PLAIN | {"GROUP": 16}),
-    "merge": (forward.merge_states, "bf16", 4, TILE | {"TO_LOGSUMEXP": False, "ROWS": 256}),
+    "merge": (softmax.merge_states, "bf16", 4, TILE | {"TO_LOGSUMEXP": False, "ROWS": 256}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),
-    "targets": (targets_forward.unmasked_forward, "bf16", 8, TARGETS),
-    "targets, float32": (targets_forward.unmasked_forward, "fp32", 8, TARGETS | {"BK": 32}),
-    "targets, small": (targets_forward.unmasked_forward, "bf16", 8, TARGETS | {"BK": 32}),
-    "targets, masked": (targets_forward.masked_forward, "bf16", 8, TARGETS),
-    "targets, combine": (targets_forward.combine_partials, "bf16", 4, TARGETS),
-    "targets, ds": (targets_backward.unmasked_backward, "bf16", 8, TARGETS),
-    "targets, masked ds": (targets_backward.masked_backward, "bf16", 8, TARGETS),
+    "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
+    "targets, float32": (soft_targets.forward_tiles, "fp32", 8, TARGETS | {"BK": 32}),
+    "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),
+    "targets, combine": (soft_targets.combine_partials, "bf16", 4, TARGETS),
+    "targets, ds": (soft_targets.backward_tiles, "bf16", 8, TARGETS),
 }
 
 

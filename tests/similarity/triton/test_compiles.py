@@ -33,14 +33,13 @@ BOUNDS = {
     **dict.fromkeys(("count, ids@90", "scores@90"), PAIR),
     **dict.fromkeys(("clip@80", "clip, ds@80"), Bounds(2, A100, 256)),  # 4 warps: 544 to 912
     "count@80": Bounds(2, A100, 512),
-    "targets@90": Bounds(1, H100, 256),
+    "targets@90": Bounds(1, H100, 384),  # at most 128 of them outside of the branch with masks
     "targets, ds@90": Bounds(1, H100, 128),
     "targets, small@80": Bounds(1, SMALLEST + RESERVED),  # sm_86 and sm_89
     **dict.fromkeys(("sigmoid@80", "sigmoid, masked@90", "combine@90"), Bounds()),
     **dict.fromkeys(("guided, masked ds@90", "merge@90"), Bounds()),
     **dict.fromkeys(("pairs@90", "pairs, gradients@90", "scale rows@90"), Bounds()),
-    **dict.fromkeys(("targets, float32@90", "targets, masked@90"), Bounds()),
-    **dict.fromkeys(("targets, combine@90", "targets, masked ds@90"), Bounds()),
+    **dict.fromkeys(("targets, float32@90", "targets, combine@90"), Bounds()),
 }
 
 

@@ -94,9 +94,12 @@ def test_no_file_is_an_empty_table() -> None:
         ('{"format": 7, "kernels": []}', "expected 1, got 7"),
         ('{"format": 1, "kernels": [{}]}', "KeyError: 'config'"),
         ('{"format": 1, "kernels": [{"config": {"speed": 1}}]}', "speed"),
-        ('{"format": 1, "kernels": [{"config": {"rows": 3}}]}', "rows: expected 1, 2, 4, 8 or 16"),
+        (
+            '{"format": 1, "kernels": [{"config": {"rows": 3}}]}',
+            "rows: expected one of (1, 2",
+        ),
         ('{"format": 1, "kernels": [{"config": {"rows": "3"}}]}', "got '3'"),
-        ('{"format": 1, "kernels": [{"config": {}}]}', "KeyError: 'kernel'"),
+        ('{"format": 1, "kernels": [{"config": {}}]}', "missing 6 required"),
     ],
 )
 def test_an_unreadable_file_is_ignored_with_a_warning(text: str, reason: str) -> None:
@@ -118,5 +121,21 @@ def test_warps_by_generation(generation: int, warps: int, monkeypatch: pytest.Mo
     """`compiling` assumes these numbers; before sm_90, 4 warps would spill registers."""
     monkeypatch.setattr(configs, "capability", lambda device: (generation, 0))
     x: Any = Features(4, 768)
-    for kernel in ("forward", "backward"):
+    for kernel in ("forward", "backward", "sigmoid"):
         assert configs.packaged(kernel, x).warps == warps
+        assert configs.packaged(kernel, x).stages == (3 if generation == 9 else 2)
+
+
+def test_packaged_configs_by_rows_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "capability", lambda device: (9, 0))
+
+    def packaged(kernel: str, rows: int, width: int) -> Config:
+        return configs.packaged(kernel, Features(rows, width))  # type: ignore[arg-type]
+
+    assert packaged("forward", 8192, 512) == Config(rows=8, group=2)
+    assert packaged("forward", 8191, 512) == Config(rows=4, group=4)
+    assert packaged("backward", 4, 640) == Config(rows=8, group=2, split=2)
+    assert packaged("backward", 4, 641) == Config(group=32)
+    assert packaged("sigmoid", 4, 8) == Config(group=32)
+    assert packaged("soft_targets", 4, 8) == Config(group=32, warps=8)
+    assert packaged("soft_targets_backward", 4, 8) == Config(group=32, warps=8, stages=4)

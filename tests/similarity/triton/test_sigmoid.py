@@ -13,7 +13,7 @@ import megabatch as mb
 from megabatch import similarity
 from megabatch.similarity import settings
 from tests.similarity.features import MAKERS
-from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
+from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS, SECOND
 
 pytest.importorskip("triton")
 from megabatch.similarity.triton import configs
@@ -112,7 +112,8 @@ def check(
 @pytest.mark.parametrize("size", [140, pytest.param(2501, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("maker", "scale", "bias"),
-    [(maker, *numbers) for maker in MAKERS for numbers in ((10.0, -10.0), (200.0, -30.0))]
+    [(maker, 200.0, -30.0) for maker in MAKERS]
+    + [(maker, 10.0, -10.0) for maker in SECOND]
     + [("random", 0.01, -10.0), ("clustered", 10.0, 0.0), ("learnt", 100.0, 5.0)]
     + [("outliers", 100.0, 30.0)],
 )
@@ -175,14 +176,11 @@ def test_weights_may_be_zero_and_negative() -> None:
     assert not any(g.any() for g in gradients)
 
 
-@pytest.mark.parametrize("launch", [(4, 2), (2, 1)])
-def test_other_launches_give_the_same(launch: tuple[int, int]) -> None:
-    """Several row tiles per program, dS in two parts; the masked kernel recomputes some tiles."""
+def test_tiles_that_are_recomputed_among_others() -> None:
     x, y = MAKERS["clustered"](450, 300, 16)
     ids = torch.randint(-1, 40, (450,)), torch.randint(-1, 40, (300,))
     x[130:140] *= 8  # logits whose exponentials multiply beyond float32
-    config = configs.Config(rows=launch[0], split=launch[1], group=2)
-    with configs.override({"sigmoid": config}):
+    with configs.override({"sigmoid": configs.Config(group=2)}):
         check(x.half(), y.half(), 10.0, -2.0, ids)
         check(x.half()[:300], y.half(), 10.0, -2.0, "paired", torch.rand(300))
 
@@ -225,7 +223,7 @@ def test_non_finite_features_give_non_finite_results(value: float) -> None:
     assert gradients[0][:128].isfinite().all()
 
 
-@pytest.mark.parametrize("needed", [(), (0,), (1,), (2,), (3,), (1, 2), (2, 3)])
+@pytest.mark.parametrize("needed", [(), (0,), (1, 2), (2, 3)])
 def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
     x, y = (t.half().to(DEVICE) for t in MAKERS["random"](140, 150, 16))
     ids = torch.arange(140, device=DEVICE), torch.arange(150, device=DEVICE)
@@ -255,19 +253,6 @@ def test_no_pairs() -> None:
         assert not any(g.any() for g in gradients)
 
 
-def test_strided_features_and_the_same_bits() -> None:
-    x, y = (t.to(DEVICE, torch.float16) for t in MAKERS["clustered"](150, 150, 24))
-    wide = torch.cat([y, y], dim=1)[:, :24]
-    odd = torch.cat([y[:, :1], y], dim=1)[:, 1:]
-    first, *others = (
-        run(a, b, 20.0, -5.0, "paired", None)
-        for a, b in ((x, y), (x, y), (x.T.contiguous().T, wide), (x, odd))
-    )
-    for loss, gradients in others:
-        assert loss == first[0]
-        assert all(torch.equal(a, b) for a, b in zip(gradients, first[1], strict=True))
-
-
 def test_float32() -> None:
     """The interpreter multiplies in float32, a GPU in TF32."""
     x, y = (t.float().to(DEVICE) for t in MAKERS["learnt"](140, 140, 24))
@@ -289,11 +274,6 @@ def test_size_of_the_stored_gradients() -> None:
         rows = 140 if dtype == torch.float16 else 0
         assert [r.dtype for r in stored[1:5:2]] == [dtype, dtype]
         assert [r.numel() for r in stored] == [1, 140 * 16, rows, 140 * 16, rows, 1, 1]
-
-
-def test_a_small_batch_takes_one_row_tile_per_program() -> None:
-    x = torch.empty(20, 8, dtype=torch.float16)
-    assert configs.launch_config("sigmoid", x).rows == 1
 
 
 @pytest.mark.gpu

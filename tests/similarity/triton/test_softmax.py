@@ -15,10 +15,10 @@ from megabatch.similarity import dense, states
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
 from tests.similarity.test_statistics import some_ids, weighted_sum
-from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
+from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS, SECOND
 
 pytest.importorskip("triton")
-from megabatch.similarity.triton import configs, softmax_forward
+from megabatch.similarity.triton import configs, softmax
 from megabatch.similarity.triton.configs import Config
 
 pytestmark = MARKS
@@ -67,7 +67,8 @@ def check(ours, truth, mine: list[Tensor], theirs: list[Tensor]) -> None:  # typ
 @pytest.mark.parametrize("m", [150, pytest.param(2501, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     ("maker", "scale"),
-    [(maker, scale) for maker in MAKERS for scale in (14.3, 200.0)]
+    [(maker, 200.0) for maker in MAKERS]
+    + [(maker, 14.3) for maker in SECOND]
     + [("random", 0.01), ("clustered", 0.01), ("learnt", 100.0), ("outliers", 100.0)],
 )
 def test_clip_meets_the_per_row_criterion(
@@ -217,7 +218,7 @@ def test_one_side_only(side: int) -> None:
     check([[ours]], [[dense.logsumexp(*theirs)[side]]], mine, theirs)
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
+@pytest.mark.parametrize("needed", [(0,), (2,), (1, 2)])
 def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
     x, y = make("random", 140, 150, 24, torch.float16)
     full = leaves(x, y) + leaves(9.0, dtype=torch.float32)
@@ -291,8 +292,8 @@ def test_merged_states(sums: int, count: int, size: int) -> None:
 
     theirs = results(states.merge(in_base_e(given)))
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[:numbers]
-    softmax_forward.merge(given, out, to_logsumexp=False)
+    softmax.merge(given, out, to_logsumexp=False)
     torch.testing.assert_close(results(in_base_e(out)), theirs, rtol=1e-5, atol=1e-5)
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
-    softmax_forward.merge(given, out, to_logsumexp=True)
+    softmax.merge(given, out, to_logsumexp=True)
     torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -144,20 +144,21 @@ class Upstream(NamedTuple):
 
     packed: Any  #: (2 or 5, size) log-sum-exps and their gradients; None if the side has none
     stride: Any  #: of `packed`
-    extremes: Any  #: (2, tiles) smallest and largest log-sum-exp of each tile, in log2
+    extremes: Any  #: (2 or 4, tiles) smallest and largest log-sum-exp of each tile, in log2
     extremes_stride: Any
 
     @classmethod
-    def of(cls, packed: Tensor, lses: tuple[int, ...] = (0,)) -> Upstream:
-        """A side with these numbers; `lses`: the log-sum-exps among them whose extremes count."""
-        size, tiles = packed.shape[1], cdiv(packed.shape[1], TILE)
-        extremes = packed.new_empty(2 * len(lses), tiles)
-        for k, lse in enumerate(lses):
-            if tiles:
-                lse_extremes.launch(
-                    tiles, lse=packed[lse], out=extremes[2 * k :], size=size, tiles=tiles
-                )
-        return cls(packed, packed.stride(0), extremes, tiles)
+    def of(cls, packed: Tensor, lses: int = 1) -> Upstream:
+        """A side with these numbers; the first of each of so many pairs is a log-sum-exp."""
+        size, stride = packed.shape[1], packed.stride(0)
+        tiles = cdiv(size, TILE)
+        extremes = packed.new_empty(2 * lses, tiles)
+        if tiles:
+            lse_extremes.launch(
+                tiles, packed=packed, stride=stride, out=extremes, size=size, tiles=tiles,
+                COUNT=lses,
+            )  # fmt: skip
+        return cls(packed, stride, extremes, tiles)
 
     def view(self, part: slice) -> Upstream:
         """These rows or columns, which must begin with a tile and end with one or with the side."""

@@ -13,7 +13,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,7 @@ from megabatch.files import default_cache_dir, replacing
 from megabatch.similarity.backends import capability
 
 FORMAT = 1
-#: Below this number of rows another configuration is best: few programs must occupy all
-#: multiprocessors.
+#: With fewer rows, programs must take fewer tiles each, so that all multiprocessors get some.
 FEW_ROWS = 8192
 
 
@@ -32,9 +31,9 @@ FEW_ROWS = 8192
 class Config:
     """The launch configuration of one kernel."""
 
-    rows: int = 1  #: row tiles per program, one after another: a power of two up to 16
+    rows: int = 1  #: row tiles per program, one after another
     group: int = 8  #: programs' row tiles that stay in the L2 cache while columns pass
-    split: int = 1  #: pieces in which a tile of dS is stored: more of them take less shared memory
+    split: int = 1  #: pieces in which a tile of dS is stored: two take less shared memory
     bk: int = 64  #: features per step of a tile's product
     warps: int = 4
     stages: int = 3
@@ -44,7 +43,7 @@ class Config:
 VALUES: dict[str, tuple[int, ...]] = {
     "rows": (1, 2, 4, 8, 16),
     "group": (1, 2, 4, 8, 16, 32, 64),
-    "split": (1, 2, 4),
+    "split": (1, 2),
     "bk": (16, 32, 64, 128),
     "warps": (4, 8),
     "stages": (1, 2, 3, 4, 5),
@@ -55,7 +54,7 @@ VALUES: dict[str, tuple[int, ...]] = {
 class Key:
     """The case that a tuned configuration is for."""
 
-    kernel: str  #: "forward", "backward" or "sigmoid"
+    kernel: str  #: as in `PACKAGED`
     gpu: str
     triton: str  #: version: another one compiles another kernel
     dtype: str
@@ -70,11 +69,24 @@ class Key:
         return cls(kernel, gpu, _triton_version(), dtype, x.shape[1], len(x) < FEW_ROWS)
 
 
-#: Forward, for many rows and for few: with fewer per program all multiprocessors get some.
-MANY, FEW = Config(rows=8, group=2), Config(rows=4, group=4)
-#: Backward, for wide features and for narrow ones. The whole loss on one H200 at b = 65,536: 46.4
-#: against 47.3 ms at d = 768, 30.7 against 30.3 ms at d = 512.
-WIDE, NARROW = Config(group=32), Config(rows=8, group=2, split=2)
+#: (kernel, generation of GPUs, whether rows are many, least width) of packaged configurations; 0:
+#: any. The first line that fits holds. Other GPUs than Hopper's (9) have not been measured.
+PACKAGED = (
+    (("forward", 0, 1, 0), Config(rows=8, group=2)),
+    (("forward", 0, 0, 0), Config(rows=4, group=4)),
+    # The whole loss on one H200 at b = 65,536 with this and the next line: 46.4 against 47.3 ms at
+    # d = 768, 30.7 against 30.3 ms at d = 512.
+    (("backward", 9, 0, 641), Config(group=32)),
+    (("backward", 9, 0, 0), Config(rows=8, group=2, split=2)),
+    (("backward", 0, 0, 0), Config()),
+    (("sigmoid", 9, 0, 0), Config(group=32)),
+    (("sigmoid", 0, 0, 0), Config()),
+    # The accumulators of two tiles take the registers of eight warps.
+    (("soft_targets", 9, 0, 0), Config(group=32, warps=8)),
+    (("soft_targets_backward", 9, 0, 0), Config(group=32, warps=8, stages=4)),
+    (("soft_targets", 0, 0, 0), Config(group=32, warps=8, bk=32)),  # 99 KiB of shared memory
+    (("soft_targets_backward", 0, 0, 0), Config(group=32, warps=8, bk=32)),
+)
 
 
 def launch_config(kernel: str, x: torch.Tensor) -> Config:
@@ -88,19 +100,21 @@ def launch_config(kernel: str, x: torch.Tensor) -> Config:
 def packaged(kernel: str, x: torch.Tensor) -> Config:
     """`launch_config` without the tuning cache."""
     generation = capability(x.device)[0] if x.is_cuda else 0
-    if kernel == "forward":
-        config = MANY if x.shape[0] >= FEW_ROWS else FEW
-    elif generation == 9:
-        config = WIDE if x.shape[1] > 640 else NARROW
-    else:
-        config = Config()
-    if kernel == "sigmoid" and config.rows > 1:  # with more row tiles, registers spill
-        config = replace(config, rows=1, split=1, group=32)
+    return _packaged(kernel, generation, x.shape[0] >= FEW_ROWS, x.shape[1], x.element_size())
+
+
+@functools.cache  # a search of the table would take as long as the launch
+def _packaged(kernel: str, generation: int, many: bool, width: int, item: int) -> Config:
+    config = next(
+        config
+        for (name, gpus, many_rows, least_width), config in PACKAGED
+        if name == kernel and gpus in (0, generation) and many >= many_rows and width >= least_width
+    )
     if generation != 9:
-        # Not measured. Compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread.
+        # Compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread.
         config = replace(config, stages=2, warps=8 if generation < 9 else config.warps)
     # float32 takes twice the shared memory per feature.
-    return config if x.element_size() < 4 else replace(config, bk=config.bk // 2)
+    return config if item < 4 else replace(config, bk=config.bk // 2)
 
 
 _overrides: dict[str, Config] = {}
@@ -158,14 +172,11 @@ def write(file: Path, found: Mapping[Key, Config]) -> None:
 
 
 def _entry(entry: dict[str, Any]) -> tuple[Key, Config]:
-    config = Config(**entry["config"])
+    config = Config(**entry.pop("config"))
     for name, allowed in VALUES.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            *others, last = allowed
-            expected = f"{', '.join(map(str, others))} or {last}"
-            raise ValueError(f"{name}: expected {expected}, got {value!r}")
-    return Key(**{field.name: entry[field.name] for field in fields(Key)}), config
+        if (value := getattr(config, name)) not in allowed:
+            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
+    return Key(**entry), config
 
 
 @functools.cache

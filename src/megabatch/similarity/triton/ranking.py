@@ -21,7 +21,7 @@ from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import aligned, new_descriptor
 from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.launch import kernel
-from megabatch.similarity.triton.tiles import B, add_product, swizzle
+from megabatch.similarity.triton.tiles import B, BlockSide, logits_tile, mask_tile, swizzle
 
 #: Column tiles per program of `ranks`, and row tiles whose programs run together.
 COL_TILES, GROUP = 8, 16
@@ -122,6 +122,8 @@ def ranks(
     so that a target's score is bit for bit the one in its tile when columns are counted. Counts are
     integers: their sums do not depend on the order of the programs.
     """
+    rows = BlockSide(x, None, 0, m, row_ids, None, None, None)
+    cols = BlockSide(y, None, 0, n, col_ids, None, None, None)
     ti, part = swizzle(tl.program_id(0), tl.cdiv(m, B), tl.cdiv(n, B * COL_TILES), GROUP)
     i = ti * B + tl.arange(0, B)
     targets = tl.load(target + i, mask=i < m, other=-1)
@@ -136,10 +138,8 @@ def ranks(
         own = tl.load(score + i, mask=i < m, other=0.0)
         higher = tl.zeros((B,), tl.int32)
         ties = tl.zeros((B,), tl.int32)
-    if row_ids is not None:
-        ids = tl.load(row_ids + i, mask=i < m, other=-1)
     for tj in tl.range(first, last):
-        s = add_product(tl.zeros((B, B), tl.float32), x, y, 0, 0, ti, tj, d, BK)
+        s = logits_tile(rows, cols, ti, tj, d, BK)
         j = tj * B + tl.arange(0, B)
         is_target = targets[:, None] == j[None, :]
         if above is None:
@@ -147,10 +147,8 @@ def ranks(
             inside = (targets >= tj * B) & (targets < tl.minimum(tj * B + B, n))
             tl.store(score + i, found, mask=inside)
         else:
-            counted = (j < n)[None, :] & ~is_target
-            if row_ids is not None:
-                others = tl.load(col_ids + j, mask=j < n, other=-1)
-                counted = counted & ~((ids[:, None] == others[None, :]) & (ids >= 0)[:, None])
+            negative, _ = mask_tile(s, rows, cols, ti, tj, 0, None, 0, False, 0)
+            counted = negative & ~is_target
             # Not s > own: a row whose target's score is NaN counts every column as above.
             higher += tl.sum((counted & ~(s <= own[:, None])).to(tl.int32), 1)
             ties += tl.sum((counted & (s == own[:, None])).to(tl.int32), 1)
@@ -169,18 +167,18 @@ def scores(
     Pairs of equal ids get -inf, and so do columns past n, up to a whole tile. A NaN is inf in
     `tops`, so that a selection by them finds it.
     """
+    if row_ids is not None:
+        row_ids += row_start
+        col_ids += col_start
+    rows = BlockSide(x, None, row_start, m, row_ids, None, None, None)
+    cols = BlockSide(y, None, col_start, n, col_ids, None, None, None)
     ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, B), tl.cdiv(n, B), GROUP)
     i = ti * B + tl.arange(0, B)
     j = tj * B + tl.arange(0, B)
-    s = tl.zeros((B, B), tl.float32)
-    s = add_product(s, x, y, row_start, col_start, ti, tj, d, BK)
-    wanted = (i < m)[:, None] & (j < n)[None, :]
-    if row_ids is not None:
-        own = tl.load(row_ids + row_start + i, mask=i < m, other=-1)
-        others = tl.load(col_ids + col_start + j, mask=j < n, other=-1)
-        wanted = wanted & ~((own[:, None] == others[None, :]) & (own >= 0)[:, None])
-    s = tl.where(wanted, s, float("-inf"))
-    rows = i.to(tl.int64)
-    tl.store(out + (rows * out_stride)[:, None] + j[None, :], s, mask=(i < m)[:, None])
+    s = logits_tile(rows, cols, ti, tj, d, BK)
+    negative, _ = mask_tile(s, rows, cols, ti, tj, 0, None, 0, False, 0)
+    s = tl.where(negative, s, float("-inf"))
+    place = i.to(tl.int64)
+    tl.store(out + (place * out_stride)[:, None] + j[None, :], s, mask=(i < m)[:, None])
     largest = tl.max(tl.where(s != s, float("inf"), s), 1)
-    tl.store(tops + rows * tops_stride + tj, largest, mask=i < m)
+    tl.store(tops + place * tops_stride + tj, largest, mask=i < m)

@@ -1,22 +1,42 @@
-"""Kernels of the sigmoid loss: losses and dS of a tile, one exponential and 1/8 root a pair.
+"""The sigmoid loss and its gradients of one device's matrix, from one sweep.
 
-For a negative pair of logit z, with e = e^z, the loss is log(1 + e) and dS is e / (1 + e). Both
-come from products (1 + a)(1 + b) = 1 + p that are stored as p = a + b + ab. Adding the 1 would lose
-small terms: at SigLIP's first bias, -10, e is 5e-5 and 1 + e is off by up to 0.1% of e, by the same
-amount in all pairs whose features are alike. 16 pairs share a logarithm. 8 pairs share a
-reciprocal, which is split by 1 / (1 + a) = (1 + b) / (1 + p).
+The kernels take one exponential and 1/8 root a pair. For a negative pair of logit z, with e = e^z,
+the loss is log(1 + e) and dS is e / (1 + e). Both come from products (1 + a)(1 + b) = 1 + p that
+are stored as p = a + b + ab. Adding the 1 would lose small terms: at SigLIP's first bias, -10, e is
+5e-5 and 1 + e is off by up to 0.1% of e, by the same amount in all pairs whose features are alike.
+16 pairs share a logarithm. 8 pairs share a reciprocal, which is split by 1 / (1 + a) = (1 + b) / (1
++ p).
 
-1. `unmasked_tiles` computes every pair as a negative. A tile whose products leave float32's range
-   gets a sum that is not finite.
-2. `masked_tiles` recomputes such tiles, pair by pair, and those that hold positives.
+1. `unmasked_tiles` computes a tile per program, every pair as a negative. The sums of a tile that
+   holds positives, or whose products leave float32's range, are not finite.
+2. `masked_tiles` adds up the sums, and recomputes such tiles pair by pair.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from itertools import pairwise
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from megabatch.similarity.triton.blocks import block_kernel
+from megabatch.similarity import settings
+from megabatch.similarity.eager_sigmoid import Deferred, SigmoidCall
+from megabatch.similarity.matrix import Matrix
+from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv
+from megabatch.similarity.triton.blocks import (
+    KernelTiles,
+    block_kernel,
+    by_last_tile,
+    new_descriptor,
+    ranges_from,
+    ranges_of,
+)
+from megabatch.similarity.triton.configs import launch_config
+from megabatch.similarity.triton.gradients import scale_rows
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
@@ -33,6 +53,112 @@ from megabatch.similarity.triton.tiles import (
 LARGEST = tl.constexpr(2.0**120)
 #: Partial sums per program of `unmasked_tiles`: one for each of four warps, so that none waits.
 PARTS = tl.constexpr(4)
+#: float16 holds numbers from 2^-24 to 2^16. dS, at most 1, is stored multiplied by this.
+HALF_GAIN = 2.0**15
+#: Tiles that a program of `masked_tiles` looks at, in a large block and in a smaller one:
+#: about as many programs as a GPU has multiprocessors, each with little more than one tile of the
+#: diagonal.
+CHUNKS = 128, 32
+LARGE = 8192
+
+
+class SigmoidKernelTiles(KernelTiles):
+    """Tiles whose `gradient_block` also adds the block's losses to `sums`."""
+
+    def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
+        """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
+        super().__init__(matrix, call.scale)
+        self.call, self._sums, self.bounds = call, sums, call.bounds
+        self._row_ranges: list[Tensor | None] = []
+        ids = matrix.rows.ids
+        if len(call.bounds) > 2 and ids is not None:
+            # A rank's rows need not begin with a tile of all rows.
+            self._row_ranges = [ranges_of(ids[a:b]) for a, b in pairwise(call.bounds)]
+        self.gain = HALF_GAIN if self.x.dtype == torch.float16 else 1.0
+        weight = matrix.rows.weight
+        self.weight = None if weight is None else weight.contiguous()
+        if self.weight is not None and call.weight_divisor is not None:
+            self.weight = self.weight / call.weight_divisor
+        self.config = launch_config("sigmoid", self.features)
+        tiles = cdiv(min(self.block_rows, self.m), TILE) * cdiv(min(self.block_cols, self.n), TILE)
+        #: of each tile: losses, dS
+        self._partials = self._empty(2 * PARTS.value * tiles)
+
+    @staticmethod
+    def new_sums(x: Tensor, y: Tensor, ranks: int) -> Tensor:
+        """Sums by rank that shares rows and by program: losses, dS, dS times products."""
+        limit = settings.workspace(x) // x.element_size()
+        rows, _ = block_shape(1, 1, x.shape[1], x.element_size(), False, settings.workspace(x))
+        tiles = cdiv(rows, TILE) * cdiv(max(GROUP, limit // rows), TILE)
+        return x.new_zeros((ranks, 3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
+
+    def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
+        ds = self._workspace(i, j) if self.call.need.features else None
+        config = self.config
+        block = self._block(i, j, config.bk)
+        rank = bisect_right(self.call.bounds, i.start) - 1
+        if self._row_ranges:
+            start = i.start - self.call.bounds[rank]
+            block.row_ranges, block.row_range_stride = ranges_from(self._row_ranges[rank], start)
+        tiles, cols = cdiv(block.m, TILE), cdiv(block.n, TILE)
+        weight = None if self.weight is None else self.weight[i]
+        # Sums of dS without a dS to store are rare: they have no fast kernel.
+        all_masked = ds is None and (self.call.need.scale or self.call.need.bias)
+        out = None if ds is None else new_descriptor(ds, TILE)
+        for first, count, even in () if all_masked else by_last_tile(block.n):
+            unmasked_tiles.launch(
+                tiles * count, block, ds=out, partials=self._partials, bias=self.call.bias,
+                weight=weight, first_col_tile=first, col_tiles=count, GROUP=config.group,
+                EVEN_N=even, GAIN=self.gain, num_warps=config.warps, num_stages=config.stages,
+            )  # fmt: skip
+        chunk = CHUNKS[0] if tiles * cols >= LARGE else CHUNKS[1]
+        sums = self._sums[rank]
+        masked_tiles.launch(
+            cdiv(tiles * cols, chunk), block, ds=out, partials=self._partials, sums=sums,
+            stride=sums.stride(0), bias=self.call.bias, weight=weight, CHUNK=chunk,
+            ALL=all_masked, GAIN=self.gain, num_warps=16, num_stages=config.stages,
+        )  # fmt: skip
+        return ds
+
+    def sums(self) -> Tensor:
+        """(ranks, 3) float64: of losses, dS, and of dS * products if x and y are frozen."""
+        total = self._sums.sum(2)
+        return total if self.call.weight_divisor is None else total * self.call.weight_divisor
+
+    def factor(self, divisor: int) -> Tensor:
+        """The factor of the sums of dS times features."""
+        factor = self.call.scale / (divisor * self.gain)
+        return factor if self.call.weight_divisor is None else factor * self.call.weight_divisor
+
+    def write_grad(
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
+    ) -> Tensor | None:
+        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
+        values, place = out.values, out.place(rows)
+        order = None if isinstance(place, slice) else place
+        row_scale = out.row_scale if len(out.row_scale) else None
+        if isinstance(place, slice):
+            values = values[place]
+            row_scale = None if row_scale is None else row_scale[place]
+        parts = scale_rows(
+            total, values, factor, values.shape[1], features=features, order=order,
+            row_scale=row_scale, choose=row_scale is not None, gain=self.gain,
+        )  # fmt: skip
+        if parts is None:
+            return None
+        found = parts.sum(dtype=torch.float64)
+        return found if self.call.weight_divisor is None else found * self.call.weight_divisor
+
+
+def write_deferred(deferred_grad: Deferred, out: Tensor, factor: Tensor, divisor: int) -> None:
+    """out = deferred_grad * factor * divisor, with the scale of each row."""
+    values, row_scale, _ = deferred_grad
+    scale_rows(
+        values, out, factor, out.shape[1], divisor, row_scale=row_scale if len(row_scale) else None
+    )
+
+
+# --- kernels --------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -91,110 +217,84 @@ def unmasked_tiles(
     x, y, ds, partials, scale, bias, weight,
     row_ranges, row_range_stride, col_ranges, col_range_stride,
     row_start, col_start, m, n, d, first_col_tile, col_tiles, diagonal_offset,
-    BK: tl.constexpr, ROW_TILES: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN_N: tl.constexpr, DIAGONAL: tl.constexpr, GAIN: tl.constexpr,
+    BK: tl.constexpr, GROUP: tl.constexpr, EVEN_N: tl.constexpr, DIAGONAL: tl.constexpr,
+    GAIN: tl.constexpr,
 ):  # fmt: skip
-    """dS * GAIN of ROW_TILES row tiles per program, and its sums of losses (in base 2) and of dS.
+    """dS * GAIN of a tile per program, and partials[tile]: sums of losses (in base 2) and of dS.
 
-    The sums go to partials[group of row tiles, column tile]; tiles that need masks add nothing to
-    them. Unless EVEN_N, the last of these column tiles reaches past n. ds None: losses alone.
+    The losses of a tile that needs masks are infinite. Unless EVEN_N, the last of these column
+    tiles reaches past n. ds None: losses alone.
     """
     rows = BlockSide(x, None, row_start, m, None, row_ranges, row_range_stride, None)
     cols = BlockSide(y, None, col_start, n, None, col_ranges, col_range_stride, None)
-    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, B * ROW_TILES), col_tiles, GROUP)
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, B), col_tiles, GROUP)
     tj += first_col_tile
-    j0 = tj * B
+    i = ti * B + tl.arange(0, B)
     k = tl.load(scale) * LOG2E
     shift = tl.load(bias) * LOG2E
     if not EVEN_N:
-        shift = tl.where(j0 + tl.arange(0, B) < n, shift, float("-inf"))[None, :]
-    losses = tl.zeros((B, B // 16), tl.float32)
-    gradients = tl.zeros((B, B // 16), tl.float32)
-    for r in tl.range(0, ROW_TILES, flatten=True):
-        ti = group * ROW_TILES + r
-        i = ti * B + tl.arange(0, B)
-        acc = logits_tile(rows, cols, ti, tj, d, BK)
-        counted = i < m
-        if DIAGONAL != 0 or row_ranges is not None:
-            last = tl.cdiv(m, B) - 1  # the last group may reach past the last row tile
-            skipped = needs_mask(tl.minimum(ti, last), tj, rows, cols, diagonal_offset, DIAGONAL)
-            counted = counted & ~skipped
-        a, b = halves(tl.exp2(tl.fma(acc, k, shift)))
-        of_2 = _product(a, b)
-        c, e = halves(of_2)
-        of_4 = _product(c, e)
-        f, g = halves(of_4)
-        of_8 = _product(f, g)
-        left, right = halves(of_8)
-        of_16 = _product(left, right)
-        loss = tl.where(of_16 <= LARGEST, _log2_1p(of_16), float("inf"))
-        if weight is not None:
-            own = tl.load(weight + i, mask=i < m, other=0.0)[:, None]
-            loss *= own
-        losses += tl.where(counted[:, None], loss, 0.0)
-
-        if ds is not None:
-            root = tl.rsqrt(tl.fma(of_8, 1.0 / GAIN, 1.0 / GAIN))  # a division takes 7 operations
-            inverse = root * root
-            if weight is not None:
-                inverse *= own
-            inverse = _split_reciprocal(inverse, f, g)
-            inverse = _split_reciprocal(inverse, c, e)
-            left = tl.fma(a, b, a) * inverse  # a / (1 + a)
-            right = tl.fma(a, b, b) * inverse
-            of_16_pairs = _sum_of_halves(_sum_of_halves(_sum_of_halves(left + right)))
-            gradients += tl.where(counted[:, None], of_16_pairs, 0.0)
-            if SPLIT == 1:
-                ds.store([ti * B, j0], _join_halves(left, right).to(ds.dtype))
-            else:
-                ds.store([ti * B, j0], left.to(ds.dtype))
-                ds.store([ti * B, j0 + B // 2], right.to(ds.dtype))
-    index = (group * tl.cdiv(n, B) + tj) * (2 * PARTS) + tl.arange(0, PARTS)
-    tl.store(partials + index, _sum_to_parts(losses))
+        shift = tl.where(tj * B + tl.arange(0, B) < n, shift, float("-inf"))[None, :]
+    acc = logits_tile(rows, cols, ti, tj, d, BK)
+    a, b = halves(tl.exp2(tl.fma(acc, k, shift)))
+    of_2 = _product(a, b)
+    c, e = halves(of_2)
+    of_4 = _product(c, e)
+    f, g = halves(of_4)
+    of_8 = _product(f, g)
+    left, right = halves(of_8)
+    of_16 = _product(left, right)
+    loss = tl.where(of_16 <= LARGEST, _log2_1p(of_16), float("inf"))
+    if weight is not None:
+        own = tl.load(weight + i, mask=i < m, other=0.0)[:, None]
+        loss *= own
+    parts = partials + (ti * tl.cdiv(n, B) + tj) * (2 * PARTS) + tl.arange(0, PARTS)
     if ds is not None:
-        tl.store(partials + index + PARTS, _sum_to_parts(gradients))
+        root = tl.rsqrt(tl.fma(of_8, 1.0 / GAIN, 1.0 / GAIN))  # a division takes 7 operations
+        inverse = root * root
+        if weight is not None:
+            inverse *= own
+        inverse = _split_reciprocal(inverse, f, g)
+        inverse = _split_reciprocal(inverse, c, e)
+        left = tl.fma(a, b, a) * inverse  # a / (1 + a)
+        right = tl.fma(a, b, b) * inverse
+        gradients = _sum_of_halves(_sum_of_halves(_sum_of_halves(left + right)))
+        ds.store([ti * B, tj * B], _join_halves(left, right).to(ds.dtype))
+        tl.store(parts + PARTS, _sum_to_parts(tl.where((i < m)[:, None], gradients, 0.0)))
+    losses = _sum_to_parts(tl.where((i < m)[:, None], loss, 0.0))
+    if DIAGONAL != 0 or row_ranges is not None:
+        masked = needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL)
+        losses = tl.where(masked, float("inf"), losses)
+    tl.store(parts, losses)
 
 
 @block_kernel
 def masked_tiles(
-    x, y, ds, partials, sums, stride, scale, bias, weight,
-    row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride,
+    x, y, ds, partials, sums, stride, scale, bias, weight, row_ids, col_ids,
     row_start, col_start, m, n, d, diagonal_offset,
-    BK: tl.constexpr, ROW_TILES: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr,
-    DIAGONAL: tl.constexpr, GAIN: tl.constexpr,
+    BK: tl.constexpr, CHUNK: tl.constexpr, ALL: tl.constexpr, DIAGONAL: tl.constexpr,
+    GAIN: tl.constexpr,
 ):  # fmt: skip
-    """The tiles that `unmasked_tiles` leaves, or ALL; each program looks at CHUNK tiles at once.
+    """The tiles whose partial sums are not finite, or ALL; each program looks at CHUNK tiles.
 
     Adds to sums[:, program] (float64) the losses, dS, and dS times the products <x, y>, the last
     from this kernel's own tiles alone. ds None: no dS is stored.
     """
-    rows = BlockSide(x, None, row_start, m, row_ids, row_ranges, row_range_stride, None)
-    cols = BlockSide(y, None, col_start, n, col_ids, col_ranges, col_range_stride, None)
+    rows = BlockSide(x, None, row_start, m, row_ids, None, None, None)
+    cols = BlockSide(y, None, col_start, n, col_ids, None, None, None)
     width = tl.cdiv(n, B)
-    total = tl.cdiv(m, B) * width
     start = tl.program_id(0) * CHUNK
-    end = tl.minimum(start + CHUNK, total)
+    end = tl.minimum(start + CHUNK, tl.cdiv(m, B) * width)
     loss_sum = tl.zeros((1,), tl.float64)
     ds_sum = tl.zeros((1,), tl.float64)
     scale_sum = tl.zeros((1,), tl.float64)
     if not ALL:
         index = start + tl.arange(0, CHUNK)
-        inside = index < end
-        index = tl.minimum(index, end - 1)
-        row_tile = index // width
-        col_tile = index % width
-        program = row_tile // ROW_TILES * width + col_tile
-        overflowed = _overflowed(partials, program)
-        candidates = overflowed | needs_mask(
-            row_tile, col_tile, rows, cols, diagonal_offset, DIAGONAL
-        )  # fmt: skip
-        # The sums of a program of `unmasked_tiles` are added once, with the first of its tiles.
-        first = inside & ~overflowed & (row_tile % ROW_TILES == 0)
-        parts = partials + program * (2 * PARTS)
-        loss_sum += _sum_of_parts(parts, first)
+        finite = (index < end) & _is_finite(partials, tl.minimum(index, end - 1))
+        parts = partials + index * (2 * PARTS)
+        loss_sum += _sum_of_parts(parts, finite)
         if ds is not None:
-            ds_sum += _sum_of_parts(parts + PARTS, first)
-        if tl.max((candidates & inside).to(tl.int32), 0) == 0:
+            ds_sum += _sum_of_parts(parts + PARTS, finite)
+        if tl.sum(finite.to(tl.int32), 0) == end - start:
             end = start
     factor = tl.load(scale)
     shift = tl.load(bias)
@@ -203,8 +303,7 @@ def masked_tiles(
         tj = t % width
         wanted = True
         if not ALL:
-            wanted = _overflowed(partials, ti // ROW_TILES * width + tj)
-            wanted |= needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL)
+            wanted = _is_finite(partials, t) == 0
         if wanted:
             s = logits_tile(rows, cols, ti, tj, d, BK)
             z = s * factor + shift
@@ -235,13 +334,13 @@ def masked_tiles(
 
 
 @triton.jit
-def _overflowed(partials, program):
-    """Whether a program of `unmasked_tiles` has a sum that is not finite; may be a vector."""
-    found = program < 0
+def _is_finite(partials, tile):
+    """Whether the sums of losses of a tile, or of a vector of tiles, are finite."""
+    result = tile >= 0
     for part in tl.static_range(PARTS):
-        value = tl.load(partials + program * (2 * PARTS) + part)
-        found = found | ~(tl.abs(value) < float("inf"))
-    return found
+        loss = tl.load(partials + tile * (2 * PARTS) + part)
+        result = result & (tl.abs(loss) < float("inf"))
+    return result
 
 
 @triton.jit

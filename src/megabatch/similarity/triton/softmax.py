@@ -1,29 +1,87 @@
-"""Log-sum-exps of one device's matrix, by the kernels of `softmax_forward` and its neighbours.
+"""Log-sum-exps of one device's matrix, tile by tile. Exponents are in base 2.
 
-States are laid out as `states` documents, with references in base 2.
+Forward:
+
+1. `reference` estimates each row's largest logit from a sample of the columns.
+2. `unmasked_tiles` keeps a tile's logits in registers and takes one exponential each, which both
+   sides share: row i's exponentials are relative to a reference of its own, and weighted by
+   2^(row's reference - its row group's reference) they sum to the columns'. Tiles that need masks
+   (`tiles.needs_mask`) are left out.
+3. `combine_partials` adds the tiles' sums to the running state, computes the tiles left out, with a
+   running maximum, and recomputes the rows whose sums left float32's range.
+
+`merge_states` joins states of the same rows from several GPUs. States are laid out as `states`
+documents, with references in base 2.
+
+Backward: dS of a block, rounded once to the features' dtype. Two cuBLAS products with dS then give
+dx and dy.
+
+1. `lse_and_grad` gathers, for one side, the log-sum-exps and their upstream gradients.
+2. `unmasked_gradients` takes one exponential a logit for both sides, relative to the tile's largest
+   row log-sum-exp.
+3. `masked_gradients` takes two exponentials, with masks. It overwrites the tiles that need masks
+   and those whose log-sum-exps lie too far apart to share a reference.
+
+A side's upstream has these rows: log-sum-exp over negatives, its upstream gradient; if pairs can be
+positive, the same two over positives, and the upstream gradient of their sum of logits.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.tiles import State, StateTiles
-from megabatch.similarity.triton import softmax_backward, softmax_forward
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import (
     KernelTiles,
     Upstream,
+    block_kernel,
     by_last_tile,
     new_descriptor,
 )
 from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.gradients import scale_rows
+from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.tiles import (
+    LOG2E,
+    B,
+    BlockSide,
+    finite,
+    halves,
+    load_partials,
+    load_sum,
+    logits_tile,
+    mask_tile,
+    needs_mask,
+    store_extremes,
+    store_rows,
+    swizzle,
+    to_logsumexp,
+    unmasked_logits,
+)
+
+#: Sums outside are recomputed. Below LOWEST, terms lost under 2^-126 would matter (4M: 2^-29).
+LOWEST = tl.constexpr(2.0**-75)
+HIGHEST = tl.constexpr(2.0**126)
+#: Partial sums that are added at once.
+P = tl.constexpr(64)
+#: Rows per program of `merge_states`.
+MERGED_ROWS = 256
+#: Largest difference of log2 log-sum-exps that share one exponential's reference. Sharing loses
+#: probabilities under 2^(80 - 126) = 2^-46, 4M of them under 2^-24.
+SPREAD = tl.constexpr(80.0)
 
 
 class SoftmaxKernelTiles(StateTiles, KernelTiles):
     """Tiles whose upstream is an `Upstream`."""
+
+    _lses = 1  #: of an upstream, whose spread in a tile counts
 
     def __init__(self, matrix: Matrix, scale: Tensor) -> None:
         rows = matrix.rows
@@ -58,20 +116,20 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         references, group_references = self._empty(groups * group_rows), self._empty(groups)
         row_sums, col_sums = self._empty(tiles, m), self._empty(groups, n)
         guide_cols = None if self._guide is None else self._guide.y
-        softmax_forward.reference.launch(
+        reference.launch(
             groups * config.rows, block, out=references, cols=self.y, cols_stride=self.y.stride(0),
             guide_cols=guide_cols,
             guide_cols_stride=0 if guide_cols is None else guide_cols.stride(0),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         for first, count, even in by_last_tile(n):
-            softmax_forward.unmasked_tiles.launch(
+            unmasked_tiles.launch(
                 groups * count, block, references=references, group_references=group_references,
                 row_sums=row_sums, col_sums=col_sums, first_col_tile=first, col_tiles=count,
                 ROW_TILES=config.rows, GROUP=config.group, COLS=triangle or cols is not None,
                 EVEN_N=even, TRIANGLE=triangle, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
-        softmax_forward.combine_partials.launch(
+        combine_partials.launch(
             cdiv(m, TILE) + (0 if cols is None else tiles), block, row_sums=row_sums,
             references=references, row_partials=tiles, col_sums=col_sums,
             group_references=group_references, col_partials=groups, GROUP_ROWS=group_rows,
@@ -80,11 +138,11 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
 
     def merge(self, parts: Tensor) -> Tensor:
         out = parts.new_empty(parts.shape[1:])
-        softmax_forward.merge(parts, out, to_logsumexp=False)
+        merge(parts, out, to_logsumexp=False)
         return out
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
-        softmax_forward.merge(parts, out, to_logsumexp=True)
+        merge(parts, out, to_logsumexp=True)
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -96,7 +154,7 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         extremes = results.new_empty(2, cdiv(size, TILE))
         tiles = extremes.shape[1]
         if tiles:
-            softmax_backward.lse_and_grad.launch(
+            lse_and_grad.launch(
                 tiles, results=results, result_stride=results.stride(0), gradients=gradient,
                 gradient_stride=gradient.stride(0), out=out, extremes=extremes, size=size,
                 tiles=tiles, HAS_POSITIVES=has_positives,
@@ -104,7 +162,7 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         return Upstream(out, size, extremes, tiles)
 
     def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
-        return None if packed is None else Upstream.of(packed)
+        return None if packed is None else Upstream.of(packed, self._lses)
 
     def pack_upstream(self, upstream: Upstream | None) -> Tensor | None:
         return None if upstream is None else upstream.packed
@@ -122,26 +180,20 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         whole = new_descriptor(ds, TILE)
         if rows is not None:
             pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
-            softmax_backward.unmasked_tiles.launch(
+            unmasked_gradients.launch(
                 cdiv(tiles, row_tiles) * col_tiles, block, ds=pieces, ROW_TILES=row_tiles,
                 GROUP=config.group, SPLIT=config.split, TRIANGLE=triangle,
                 num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = 1 if rows is None else 64
-        softmax_backward.masked_tiles.launch(
+        masked_gradients.launch(
             cdiv(tiles * col_tiles, chunk), block, ds=whole, CHUNK=chunk,
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
         return ds
 
     def write_grad(
-        self,
-        total: Tensor,
-        side: str,
-        rows: slice,
-        factor: Tensor,
-        scale_grad: bool,
-        out: Tensor | None,
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
         out = None if out is None else out[rows]
         # The gradient of features that are stored by columns is stored so too.
@@ -151,3 +203,523 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         if out is not None and target is not None and target is not out:
             out.copy_(target)
         return None if parts is None else parts.sum()
+
+
+# --- kernels: forward -----------------------------------------------------------------------------
+
+
+@block_kernel
+def reference(
+    x, cols, cols_stride, scale, out, row_ids, col_ids, ceiling, guide_x, guide_cols,
+    guide_cols_stride, guide_d, row_start, col_start, m, n, d, diagonal_offset,
+    BK: tl.constexpr, DIAGONAL: tl.constexpr, GUIDE_BK: tl.constexpr,
+):  # fmt: skip
+    """out[i] = row i's largest logit among B columns spread over the block, in log2, minus 20.
+
+    Only negatives count: a positive far above them would push the sum of the negatives out of
+    range. Rows past m get +inf, so their exponentials are 0. Subtracting 20 centres the sums in
+    float32's range: a column's sum is relative to the largest reference of a group of rows, so it
+    tends to be small.
+    """
+    i0 = tl.program_id(0) * B
+    i = i0 + tl.arange(0, B)
+    j = tl.arange(0, B) * tl.maximum(n // B, 1)
+    present = j < n
+    at = cols + (col_start + j).to(tl.int64) * cols_stride
+    s = _spread_logits(x, at, row_start + i0, present, d, BK) * tl.load(scale)
+    if row_ids is not None:
+        own = tl.load(row_ids + i, mask=i < m, other=-1)
+        others = tl.load(col_ids + j, mask=present, other=-2)
+        present = present[None, :] & ((own[:, None] != others[None, :]) | (own < 0)[:, None])
+    else:
+        present = present[None, :] & (i >= 0)[:, None]
+    if DIAGONAL != 0:
+        present = present & (i[:, None] != (j + diagonal_offset)[None, :])
+    if ceiling is not None:
+        compared = s
+        if guide_x is not None:
+            at = guide_cols + (col_start + j).to(tl.int64) * guide_cols_stride
+            compared = _spread_logits(guide_x, at, row_start + i0, j < n, guide_d, GUIDE_BK)
+        present = present & ~(compared > tl.load(ceiling + i, mask=i < m, other=0.0)[:, None])
+    largest = tl.max(tl.where(present, s * LOG2E, float("-inf")), 1)
+    largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
+    tl.store(out + i, tl.where(i < m, largest, float("inf")))
+
+
+@triton.jit
+def _spread_logits(x, at, i0, present, d, BK: tl.constexpr):
+    """x[i0:i0+B] against the columns at B addresses, without the scale."""
+    s = tl.zeros((B, B), tl.float32)
+    for c in tl.range(0, d, BK):
+        k = c + tl.arange(0, BK)
+        mask = present[:, None] & (k < d)[None, :]
+        b = tl.load(at[:, None] + k[None, :], mask=mask, other=0.0)
+        s = tl.dot(x.load([i0, c]), b.T, s, input_precision="tf32")
+    return s
+
+
+@block_kernel
+def unmasked_tiles(
+    x, y, scale, references, group_references, row_sums, col_sums,
+    row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling, guide_x, guide_y, guide_d,
+    row_start, col_start, m, n, d, first_col_tile, col_tiles, diagonal_offset,
+    BK: tl.constexpr, ROW_TILES: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr,
+    GUIDE_BK: tl.constexpr, COLS: tl.constexpr, EVEN_N: tl.constexpr, TRIANGLE: tl.constexpr,
+):  # fmt: skip
+    """row_sums[column tile, i] and col_sums[row group, j] of 2^(logit - reference).
+
+    A row group is the ROW_TILES tiles of one program; group_references[group] becomes its largest
+    reference. Tiles that need masks add nothing. Unless EVEN_N, the last of these column tiles
+    reaches past n. TRIANGLE: the block is symmetric; nothing is written left of a group's first
+    tile on the diagonal, where `combine_partials` uses the columns' sums instead.
+    """
+    rows = BlockSide(x, guide_x, row_start, m, None, row_ranges, row_range_stride, ceiling)
+    cols = BlockSide(y, guide_y, col_start, n, None, col_ranges, col_range_stride, None)
+    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, B * ROW_TILES), col_tiles, GROUP)
+    tj += first_col_tile
+    if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+        if tj < group * ROW_TILES:
+            return
+    j0 = tj * B
+    factor = tl.load(scale)
+    k = factor * LOG2E
+    group_reference = _largest_reference(references, group, ROW_TILES * B)
+    tl.store(group_references + group, group_reference)  # all programs of a group write the same
+    # The columns' sums stay spread over the threads until all row tiles are in: reducing each tile
+    # across a warp costs 4% of the kernel.
+    col_total = tl.zeros((32, B), tl.float32)
+    for r in tl.range(0, ROW_TILES, flatten=True):
+        ti = group * ROW_TILES + r
+        i = ti * B + tl.arange(0, B)
+        acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
+        own = clamped_references(references, i, group_reference)
+        shift = own
+        if DIAGONAL != 0 or row_ranges is not None:
+            last = tl.cdiv(m, B) - 1  # the last group may reach past the last row tile
+            skipped = needs_mask(tl.minimum(ti, last), tj, rows, cols, diagonal_offset, DIAGONAL)
+            shift = tl.where(skipped, float("inf"), own)
+        if ceiling is not None and guide_x is None:
+            highest = tl.load(ceiling + i, mask=i < m, other=0.0)
+            acc = tl.where(acc * factor > highest[:, None], float("-inf"), acc)
+        e = tl.exp2(acc * k - shift[:, None])
+        if ceiling is not None:  # a scale of 0 turns -inf into NaN, a negative one into +inf
+            e = tl.where(acc == float("-inf"), 0.0, e)
+        if not EVEN_N:
+            e = tl.where((j0 + tl.arange(0, B) < n)[None, :], e, 0.0)
+        tl.store(row_sums + tj.to(tl.int64) * m + i, tl.sum(e, 1), mask=i < m)
+        if COLS:
+            e = e * tl.exp2(tl.minimum(own - group_reference, 0.0))[:, None]
+            spread = tl.reshape(e, (B // 64, 4, 2, 8, B))
+            col_total += tl.reshape(tl.sum(tl.sum(spread, 2), 0), (32, B))
+    if COLS:
+        j = j0 + tl.arange(0, B)
+        tl.store(col_sums + group.to(tl.int64) * n + j, tl.sum(col_total, 0), mask=j < n)
+
+
+@triton.jit
+def _largest_reference(references, group, ROWS: tl.constexpr):
+    """Largest reference of a group of rows; rows past the end have +inf and do not count."""
+    own = tl.load(references + group * ROWS + tl.arange(0, ROWS))
+    return tl.max(tl.where(own == float("inf"), float("-inf"), own), 0)
+
+
+@triton.jit
+def clamped_references(references, i, group_reference):
+    """References of rows, raised if far below their group's: the columns' weights would vanish."""
+    return tl.maximum(tl.load(references + i), group_reference - 100.0)
+
+
+@block_kernel
+def combine_partials(
+    x, y, scale,
+    row_sums, references, row_partials, row_state, row_state_stride, row_is_first, row_is_last,
+    col_sums, group_references, col_partials, col_state, col_state_stride, col_is_first,
+    col_is_last,
+    row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
+    GROUP_ROWS: tl.constexpr, BK: tl.constexpr, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
+    GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr, TRIANGLE: tl.constexpr,
+):  # fmt: skip
+    """Add a block to the running states of both sides, B rows or B columns per program.
+
+    A row has `row_partials` sums, a column `col_partials`; GROUP_ROWS rows are a row group. Before
+    a side's first block, its state holds nothing; after its last one, the state holds the results,
+    as of `states.to_logsumexp`. TRIANGLE: a row's sums begin at its group's first tile on the
+    diagonal; the columns' sums of the groups above give the tiles left of it.
+    """
+    rows = BlockSide(x, guide_x, row_start, m, row_ids, row_ranges, row_range_stride, ceiling)
+    cols = BlockSide(y, guide_y, col_start, n, col_ids, col_ranges, col_range_stride, None)
+    t = tl.program_id(0)
+    tiles = tl.cdiv(m, B)
+    above_reference = tl.full((B,), float("-inf"), tl.float32)
+    above_total = tl.zeros((B,), tl.float32)
+    if t < tiles:
+        i = t * B + tl.arange(0, B)
+        group = t * B // GROUP_ROWS
+        block_reference = clamped_references(references, i, tl.load(group_references + group))
+        block_total = tl.zeros((B,), tl.float32)
+        for start in range(group * (GROUP_ROWS // B) if TRIANGLE else 0, row_partials, P):
+            block_total += tl.sum(load_partials(row_sums, start, row_partials, i, m, P), 0)
+        if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+            if group > 0:
+                largest = _largest_of_groups(group_references, group)
+                above_total = _col_total(col_sums, group_references, largest, group, i, m)
+                above_reference = tl.zeros((B,), tl.float32) + largest
+        _combine_side(
+            rows, cols, t, State(row_state, row_state_stride, row_is_first, row_is_last), scale,
+            block_reference, block_total, above_reference, above_total, d, guide_d,
+            diagonal_offset, BK, DIAGONAL, PAIRED, GUIDE_BK, HAS_POSITIVES,
+        )  # fmt: skip
+    else:
+        t = t - tiles
+        j = t * B + tl.arange(0, B)
+        largest = _largest_of_groups(group_references, col_partials)
+        block_total = _col_total(col_sums, group_references, largest, col_partials, j, n)
+        block_reference = tl.zeros((B,), tl.float32) + largest
+        _combine_side(
+            cols, rows, t, State(col_state, col_state_stride, col_is_first, col_is_last), scale,
+            block_reference, block_total, above_reference, above_total, d, guide_d,
+            -diagonal_offset, BK, DIAGONAL, PAIRED, GUIDE_BK, HAS_POSITIVES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _largest_of_groups(group_references, groups):
+    largest = tl.full((P,), float("-inf"), tl.float32)
+    for start in range(0, groups, P):
+        p = start + tl.arange(0, P)
+        own = tl.load(group_references + p, mask=p < groups, other=float("-inf"))
+        largest = tl.maximum(largest, own)
+    return tl.max(largest, 0)
+
+
+@triton.jit
+def _col_total(sums, group_references, largest, groups, j, n):
+    """Sums of columns j over the first groups of rows, relative to `largest`."""
+    total = tl.zeros((B,), tl.float32)
+    for start in range(0, groups, P):
+        p = start + tl.arange(0, P)
+        own = tl.load(group_references + p, mask=p < groups, other=float("-inf"))
+        partials = load_partials(sums, start, groups, j, n, P)
+        total += tl.sum(partials * tl.exp2(own - largest)[:, None], 0)
+    return total
+
+
+@triton.jit
+def _combine_side(
+    rows, cols, ti, state, scale, block_reference, block_total, above_reference, above_total,
+    d, guide_d, diagonal_offset, BK: tl.constexpr, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
+    GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr,
+):  # fmt: skip
+    """Merge the block's sums of row tile ti and the tiles that need masks into the rows' state.
+
+    If any row's sum left float32's range, the block's sums of this tile are dropped and all its
+    column tiles recomputed.
+    """
+    i = ti * B + tl.arange(0, B)
+    inside = i < rows.size
+    begun = inside.to(tl.int32) > state.is_first
+    numbers, stride = state.numbers, state.stride
+    largest, total = load_sum(numbers, stride, 0, i, begun)
+    p_largest = tl.full((B,), float("-inf"), tl.float32)
+    p_total = tl.zeros((B,), tl.float32)
+    p_sum = tl.zeros((B,), tl.float32)
+    p_count = tl.zeros((B,), tl.float32)
+    if HAS_POSITIVES:
+        p_largest, p_total = load_sum(numbers, stride, 2, i, begun)
+        p_sum = tl.load(numbers + 4 * stride + i, mask=begun, other=0.0)
+        p_count = tl.load(numbers + 5 * stride + i, mask=begun, other=0.0)
+    bad = inside & ~((block_total >= LOWEST) & (block_total <= HIGHEST))
+    some = above_reference > float("-inf")
+    bad = bad | (inside & some & ~((above_total >= LOWEST) & (above_total <= HIGHEST)))
+    above_reference = tl.where(some, above_reference, block_reference)  # a sum of 0 at any
+    block_reference, block_total = _merge(
+        block_reference, block_total, above_reference, above_total
+    )  # fmt: skip
+    recompute = tl.max(bad.to(tl.int32), 0) != 0
+    merged, merged_total = _merge(largest, total, block_reference, block_total)
+    largest = tl.where(recompute, largest, merged)
+    total = tl.where(recompute, total, merged_total)
+    k = tl.load(scale)
+    tiles = tl.cdiv(cols.size, B)
+    for start in tl.range(0, tiles, 64):
+        # Check 64 tiles at once, then loop from the first to the last that is wanted.
+        index = start + tl.arange(0, 64)
+        masked = needs_mask(
+            ti, tl.minimum(index, tiles - 1), rows, cols, diagonal_offset, DIAGONAL
+        )  # fmt: skip
+        wanted = (index < tiles) & (recompute | masked)
+        first = tl.min(tl.where(wanted, index, tiles), 0)
+        last = tl.max(tl.where(wanted, index, -1), 0)
+        for tj in tl.range(first, last + 1):
+            if recompute | needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL):
+                s = logits_tile(rows, cols, ti, tj, d, BK) * k
+                negative, positive = mask_tile(
+                    s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL, PAIRED, GUIDE_BK
+                )  # fmt: skip
+                largest, total = _running_sum(largest, total, s * LOG2E, negative)
+                if HAS_POSITIVES:
+                    p_largest, p_total = _running_sum(p_largest, p_total, s * LOG2E, positive)
+                    p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
+                    p_count += tl.sum(positive.to(tl.float32), 1)
+    done = state.is_last != 0
+    first = tl.where(done, to_logsumexp(largest, total), largest)
+    if HAS_POSITIVES:
+        second = tl.where(done, to_logsumexp(p_largest, p_total), total)
+        third = tl.where(done, p_sum, p_largest)
+        fourth = tl.where(done, p_count, p_total)
+        store_rows(numbers, stride, i, (first, second, third, fourth, p_sum, p_count), inside)
+    else:
+        store_rows(numbers, stride, i, (first, total), inside)
+
+
+@triton.jit
+def _merge(old, old_total, new, new_total):
+    largest = tl.maximum(old, new)
+    total = old_total * tl.exp2(old - largest) + new_total * tl.exp2(new - largest)
+    # A power of two moves from the sum to the reference, exactly, so that neither leaves range.
+    power = tl.floor(tl.log2(total))
+    return largest + power, total * tl.exp2(-power)
+
+
+@triton.jit
+def _running_sum(largest, total, s, mask):
+    s = tl.where(mask, s, float("-inf"))
+    new = tl.maximum(largest, tl.max(s, 1))
+    shift = finite(new)
+    total = total * tl.exp2(largest - shift) + tl.sum(tl.exp2(s - shift[:, None]), 1)
+    return new, total
+
+
+def merge(states: Tensor, out: Tensor, to_logsumexp: bool) -> None:
+    """out = several states (k, 2 or 6, size) of the same rows as one, or its results."""
+    count, rows, size = states.shape
+    if size:
+        merge_states.launch(
+            cdiv(size, MERGED_ROWS), states=states, part_stride=states.stride(0),
+            stride=states.stride(1), result=out, result_stride=out.stride(0), count=count,
+            size=size, HAS_POSITIVES=rows == 6, TO_LOGSUMEXP=to_logsumexp, ROWS=MERGED_ROWS,
+        )  # fmt: skip
+
+
+@kernel
+def merge_states(
+    states, part_stride, stride, result, result_stride, count, size,
+    HAS_POSITIVES: tl.constexpr, TO_LOGSUMEXP: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """result = `count` states as one, or the results of that one."""
+    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = i < size
+    part_stride = part_stride.to(tl.int64)
+    for kind in tl.static_range(2 if HAS_POSITIVES else 1):  # negatives, positives
+        own = states + 2 * kind * stride
+        largest = tl.full((ROWS,), float("-inf"), tl.float32)
+        for part in range(count):
+            one, _ = load_sum(own + part * part_stride, stride, 0, i, inside)
+            largest = tl.maximum(largest, one)
+        shift = finite(largest)  # -inf - -inf would be NaN
+        total = tl.zeros((ROWS,), tl.float32)
+        for part in range(count):
+            one, of_one = load_sum(own + part * part_stride, stride, 0, i, inside)
+            total += of_one * tl.exp2(one - shift)
+        if TO_LOGSUMEXP:
+            tl.store(result + kind * result_stride + i, to_logsumexp(largest, total), mask=inside)
+        else:
+            tl.store(result + 2 * kind * result_stride + i, largest, mask=inside)
+            tl.store(result + (2 * kind + 1) * result_stride + i, total, mask=inside)
+    if HAS_POSITIVES:
+        for number in tl.static_range(2):  # sum of logits, count
+            total = tl.zeros((ROWS,), tl.float32)
+            for part in range(count):
+                place = states + part * part_stride + (4 + number) * stride + i
+                total += tl.load(place, mask=inside, other=0.0)
+            row = 2 + number if TO_LOGSUMEXP else 4 + number
+            tl.store(result + row * result_stride + i, total, mask=inside)
+
+
+# --- kernels: backward ----------------------------------------------------------------------------
+
+
+@kernel
+def lse_and_grad(
+    results, result_stride, gradients, gradient_stride, out, extremes, size, tiles,
+    HAS_POSITIVES: tl.constexpr,
+):  # fmt: skip
+    """A side's rows of log-sum-exps and gradients, and its tiles' `lse_extremes`, in one launch.
+
+    A log-sum-exp over no pair, -inf, becomes +inf with gradient 0: its exponentials are then 0.
+    """
+    t = tl.program_id(0)
+    i = t * B + tl.arange(0, B)
+    inside = i < size
+    for kind in tl.static_range(2 if HAS_POSITIVES else 1):  # negatives, positives
+        lse = tl.load(results + kind * result_stride + i, mask=inside, other=0.0)
+        gradient = tl.load(gradients + kind * gradient_stride + i, mask=inside, other=0.0)
+        empty = lse == float("-inf")
+        lse = tl.where(empty, float("inf"), lse)
+        tl.store(out + 2 * kind * size.to(tl.int64) + i, lse, mask=inside)
+        gradient = tl.where(empty, 0.0, gradient)
+        tl.store(out + (2 * kind + 1) * size.to(tl.int64) + i, gradient, mask=inside)
+        if kind == 0:
+            store_extremes(lse, inside, extremes + t, tiles)
+    if HAS_POSITIVES:
+        gradient = tl.load(gradients + 2 * gradient_stride + i, mask=inside, other=0.0)
+        tl.store(out + 4 * size.to(tl.int64) + i, gradient, mask=inside)
+
+
+@triton.jit
+def needs_two_exponentials(ti, tj, rows, cols, LSE: tl.constexpr):
+    """Whether the log-sum-exps of a tile lie more than SPREAD apart; ti and tj may be vectors.
+
+    rows, cols: `Upstream`s. LSE: 0 for their first extremes, 2 for the second.
+    """
+    low = tl.load(rows.extremes + LSE * rows.extremes_stride + ti)
+    high = tl.load(rows.extremes + (LSE + 1) * rows.extremes_stride + ti)
+    if cols.extremes is not None:
+        low = tl.minimum(low, tl.load(cols.extremes + LSE * cols.extremes_stride + tj))
+        high = tl.maximum(high, tl.load(cols.extremes + (LSE + 1) * cols.extremes_stride + tj))
+    return (high - low <= SPREAD) == 0  # infinite and NaN differences count as too large
+
+
+@block_kernel
+def unmasked_gradients(
+    x, y, ds, scale, row_upstream, row_stride, col_upstream, col_stride, ceiling,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d,
+    BK: tl.constexpr, ROW_TILES: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
+    GUIDE_BK: tl.constexpr, TRIANGLE: tl.constexpr,
+):  # fmt: skip
+    """dS of ROW_TILES row tiles per program, as if no tile needed masks or two exponentials.
+
+    dS is stored in SPLIT pieces. TRIANGLE, with ROW_TILES = 1: the block is symmetric; tiles above
+    the diagonal are computed and stored twice, once transposed.
+    """
+    rows = BlockSide(x, guide_x, row_start, m, None, None, None, ceiling)
+    cols = BlockSide(y, guide_y, col_start, n, None, None, None, None)
+    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, B * ROW_TILES), tl.cdiv(n, B), GROUP)
+    if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+        if tj < group:
+            return
+    j0 = tj * B
+    j = j0 + tl.arange(0, B)
+    scale_factor = tl.load(scale)
+    k = scale_factor * LOG2E
+    if col_upstream is not None:
+        col_lse = tl.load(col_upstream + j, mask=j < n, other=float("inf")) * LOG2E
+        col_grad = tl.load(col_upstream + col_stride + j, mask=j < n, other=0.0)
+    for r in tl.range(0, ROW_TILES, flatten=True):
+        ti = group * ROW_TILES + r
+        i0 = ti * B
+        i = i0 + tl.arange(0, B)
+        acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
+        row_lse = tl.load(row_upstream + i, mask=i < m, other=float("-inf")) * LOG2E
+        reference = tl.max(row_lse, 0)
+        row_grad = tl.load(row_upstream + row_stride + i, mask=i < m, other=0.0)
+        row_grad = tl.where(i < m, row_grad * tl.exp2(reference - row_lse), 0.0)
+        e = tl.exp2(acc * k - reference)
+        if col_upstream is not None:
+            e = e * (row_grad[:, None] + (col_grad * tl.exp2(reference - col_lse))[None, :])
+        else:
+            e = e * row_grad[:, None]
+        if guide_x is not None:
+            e = tl.where(acc == float("-inf"), 0.0, e)
+        elif ceiling is not None:
+            highest = tl.load(ceiling + i, mask=i < m, other=0.0)
+            e = tl.where(acc * scale_factor > highest[:, None], 0.0, e)
+        e = e.to(ds.dtype)
+        _store_ds(ds, i0, j0, e, SPLIT)
+        if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+            if group < tj:
+                _store_ds(ds, j0, i0, tl.trans(e), SPLIT)
+
+
+@triton.jit
+def _store_ds(ds, i0, j0, e, SPLIT: tl.constexpr):
+    if SPLIT == 1:
+        ds.store([i0, j0], e)
+    else:
+        left, right = halves(e)
+        ds.store([i0, j0], left)
+        ds.store([i0, j0 + B // 2], right)
+
+
+@block_kernel
+def masked_gradients(
+    x, y, ds, scale, row_upstream, row_stride, col_upstream, col_stride,
+    row_extremes, row_extremes_stride, col_extremes,
+    col_extremes_stride,
+    row_ids, row_ranges, row_range_stride, col_ids, col_ranges, col_range_stride, ceiling,
+    guide_x, guide_y, guide_d, row_start, col_start, m, n, d, diagonal_offset,
+    BK: tl.constexpr, CHUNK: tl.constexpr, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
+    GUIDE_BK: tl.constexpr, HAS_POSITIVES: tl.constexpr,
+):  # fmt: skip
+    """dS of the tiles that need masks or two exponentials; of all without upstream of the rows.
+
+    Each program looks at CHUNK tiles at once and leaves early if none is its own.
+    """
+    rows = BlockSide(x, guide_x, row_start, m, row_ids, row_ranges, row_range_stride, ceiling)
+    cols = BlockSide(y, guide_y, col_start, n, col_ids, col_ranges, col_range_stride, None)
+    of_rows = Upstream(row_upstream, row_stride, row_extremes, row_extremes_stride)
+    of_cols = Upstream(col_upstream, col_stride, col_extremes, col_extremes_stride)
+    tiles = tl.cdiv(n, B)
+    start = tl.program_id(0) * CHUNK
+    total = tl.cdiv(m, B) * tiles
+    if row_upstream is not None:
+        index = tl.minimum(start + tl.arange(0, CHUNK), total - 1)
+        candidates = _is_masked(
+            index // tiles, index % tiles, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL
+        )  # fmt: skip
+        if tl.max(candidates.to(tl.int32), 0) == 0:
+            return
+    k = tl.load(scale)
+    for t in tl.range(start, tl.minimum(start + CHUNK, total)):
+        ti = t // tiles
+        tj = t % tiles
+        wanted = True
+        if row_upstream is not None:
+            wanted = _is_masked(ti, tj, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL)
+        if wanted:
+            s = logits_tile(rows, cols, ti, tj, d, BK) * k
+            negative, positive = mask_tile(
+                s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL, PAIRED, GUIDE_BK
+            )  # fmt: skip
+            g = tl.zeros((B, B), tl.float32)  # of a negative
+            h = tl.zeros((B, B), tl.float32)  # of a positive
+            g, h = _add_gradients(g, h, s, of_rows, ti, m, HAS_POSITIVES, 1)
+            g, h = _add_gradients(g, h, s, of_cols, tj, n, HAS_POSITIVES, 0)
+            g = tl.where(negative, g, tl.where(positive, h, 0.0))
+            ds.store([ti * B, tj * B], g.to(ds.dtype))
+
+
+@triton.jit
+def _is_masked(ti, tj, rows, cols, of_rows, of_cols, diagonal_offset, DIAGONAL: tl.constexpr):
+    """Whether `masked_tiles` must take a tile; ti and tj may be vectors."""
+    spread = needs_two_exponentials(ti, tj, of_rows, of_cols, 0)
+    return spread | needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL)
+
+
+@triton.jit
+def _add_gradients(g, h, s, upstream, tile, size, HAS_POSITIVES: tl.constexpr, AXIS: tl.constexpr):
+    """g, h + one side's gradients of a tile's logits s, if they are negatives or positives."""
+    if upstream.packed is not None:
+        i = tile * B + tl.arange(0, B)
+        g += softmax_grad(s, upstream, i, size, 0, AXIS)
+        if HAS_POSITIVES:
+            h += softmax_grad(s, upstream, i, size, 2, AXIS)
+            of_sum = tl.load(upstream.packed + 4 * upstream.stride + i, mask=i < size, other=0.0)
+            h += tl.expand_dims(of_sum, AXIS)
+    return g, h
+
+
+@triton.jit
+def softmax_grad(s, upstream, index, size, LSE: tl.constexpr, AXIS: tl.constexpr):
+    """upstream gradient * e^(s - log-sum-exp) of one side; AXIS 1: of the rows.
+
+    LSE: the number of the upstream that is the log-sum-exp; its gradient is the next.
+    """
+    inside = index < size
+    packed, stride = upstream.packed, upstream.stride
+    lse = tl.load(packed + LSE * stride + index, mask=inside, other=float("inf"))
+    gradient = tl.load(packed + (LSE + 1) * stride + index, mask=inside, other=0.0)
+    e = tl.exp2((s - tl.expand_dims(lse, AXIS)) * LOG2E)
+    # For a pair of the other kind the exponential may overflow; the caller masks it out.
+    return e * tl.expand_dims(gradient, AXIS)

@@ -51,6 +51,33 @@ def store_rows(out, stride, i, rows, mask):
 
 
 @triton.jit
+def load_sum(numbers, stride, k, i, mask):
+    """Numbers k and k + 1 of states: (largest logit, sum relative to it) of no pair unless mask."""
+    largest = tl.load(numbers + k * stride + i, mask=mask, other=float("-inf"))
+    return largest, tl.load(numbers + (k + 1) * stride + i, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_partials(partials, start, count, i, size, P: tl.constexpr):
+    """Partial sums start to start + P of rows i, (P, rows); 0 from `count` on and past `size`."""
+    p = start + tl.arange(0, P)
+    mask = (p < count)[:, None] & (i < size)[None, :]
+    return tl.load(partials + p.to(tl.int64)[:, None] * size + i[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def finite(largest):
+    """0 for -inf, the largest of no number."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def to_logsumexp(largest, total):
+    """Log-sum-exp, in base e, of a sum relative to a reference in base 2."""
+    return tl.log(total) + largest * LN2
+
+
+@triton.jit
 def halves(v):
     """The left and the right half of (B, width); each thread keeps its own values."""
     return tl.split(tl.permute(tl.reshape(v, (B, 2, v.shape[1] // 2)), (0, 2, 1)))
@@ -113,11 +140,13 @@ def id_ranges(ids, out, size, tiles):
 
 
 @kernel
-def lse_extremes(lse, out, size, tiles):
-    """Smallest and largest log-sum-exp of each tile of rows in log2: out[0], out[1]."""
+def lse_extremes(packed, stride, out, size, tiles, COUNT: tl.constexpr):
+    """out[2 k], out[2 k + 1] = smallest, largest of packed[2 k] in each tile of rows, in log2."""
     t = tl.program_id(0)
     i = t * B + tl.arange(0, B)
-    store_extremes(tl.load(lse + i, mask=i < size, other=0.0), i < size, out + t, tiles)
+    for k in tl.static_range(COUNT):
+        lse = tl.load(packed + 2 * k * stride + i, mask=i < size, other=0.0)
+        store_extremes(lse, i < size, out + 2 * k * tiles + t, tiles)
 
 
 @triton.jit
