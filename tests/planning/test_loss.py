@@ -229,8 +229,8 @@ def logsumexp_bytes(name, run, x, y, guide):
     """The workspace of an operator with ceilings, and with a guide or None."""
     operator = ops.find(getattr(torch.ops.megabatch, name).default)
     guides = guide or (None, None)
-    tensors = x, y, torch.ones(()), None, None, torch.zeros(len(x)), *guides
-    plain = "plain", True, True, "", "", "", settings.of_call(x)
+    tensors = x, y, torch.ones(()), None, None, torch.zeros(len(x)), *guides, None
+    plain = "plain", True, True, "", "", settings.of_call(x)
     return operator.workspace(run, *softmax.Operands(*tensors, *plain))
 
 

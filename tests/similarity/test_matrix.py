@@ -8,10 +8,7 @@ from megabatch.similarity.matrix import (
     PAIRED,
     PLAIN,
     Matrix,
-    Orders,
     Side,
-    restore,
-    sort,
     sort_by_id,
 )
 
@@ -42,27 +39,3 @@ def test_self_similarity_sorts_one_copy_for_both_sides() -> None:
     side = Side(torch.randn(9, 2), random_ids(9))
     matrix, _ = sort_by_id(Matrix(side, side, DROPPED))
     assert matrix.cols is matrix.rows
-
-
-def test_without_ids_nothing_is_copied() -> None:
-    given = Matrix(Side(torch.randn(4, 2)), Side(torch.randn(5, 2)))
-    matrix, orders = sort_by_id(given)
-    assert matrix is given
-    assert orders == Orders()
-    x = given.rows.features
-    assert sort(x, None, 0) is x
-    assert restore(x, None, 0) is x
-
-
-def test_a_view_of_a_whole_matrix_is_the_matrix() -> None:
-    matrix = Matrix(Side(torch.randn(4, 2)), Side(torch.randn(5, 2)), PAIRED)
-    assert matrix.view(slice(0, 4), slice(0, 5)) is matrix
-    block = matrix.view(slice(1, 4), slice(4, 5))
-    assert block.shape == (3, 1)
-    assert (block.row_start, block.col_start) == (1, 4)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_restore_undoes_sort(dim: int) -> None:
-    values, order = torch.randn(6, 6), torch.randperm(6)
-    assert torch.equal(restore(sort(values, order, dim), order, dim), values)

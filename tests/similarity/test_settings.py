@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import backends, eager, settings
+from megabatch.similarity import backends, eager, settings, tiles
 from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -102,14 +102,14 @@ def test_products_are_as_precise_as_in_the_forward_pass(
     first: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = set()
-    for name in ("logits", "add_product"):
-        original = getattr(eager, name)
+    for module, name in ((eager, "logits"), (tiles, "add_product")):
+        original = getattr(module, name)
 
         def recording(*a: Any, original: Any = original, **k: Any) -> Any:
             seen.add(settings.PRECISIONS[settings.precision("cpu")])
             return original(*a, **k)
 
-        monkeypatch.setattr(eager, name, recording)
+        monkeypatch.setattr(module, name, recording)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(first)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import eager, sweep
+from megabatch.similarity import eager, tiles
 from megabatch.similarity import settings as call_settings
 from tests.similarity.exact import compare, leaves
 from tests.similarity.features import MAKERS
@@ -76,7 +76,7 @@ def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
 
     monkeypatch.setattr(eager, "rounds_left", lambda features: True)
-    monkeypatch.setattr(sweep, "add_product", rounded)
+    monkeypatch.setattr(tiles, "add_product", rounded)
     x, y = (t.half() for t in MAKERS["random"](400, 16, 8))
     weight = torch.linspace(0.5, 4, 400)
     gradients = []
@@ -138,21 +138,6 @@ def test_gradients_of_some_inputs_alone(needed: tuple[int, ...], weight: Any) ->
             assert some[i].grad is None
 
 
-def test_loss_and_gradients_compute_each_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = []
-    original = eager.logits
-
-    def counting(*arguments: Any, **options: Any) -> Tensor:
-        blocks.append(1)
-        return original(*arguments, **options)
-
-    monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(eager, "logits", counting)
-    x, y = (torch.randn(40, 4, requires_grad=True) for _ in range(2))
-    similarity.softplus_sum(x, y, 1.0, 0.0).backward()
-    assert len(blocks) == 16
-
-
 def test_no_gradients_are_stored_if_none_is_needed() -> None:
     x = torch.randn(40, 4, requires_grad=True)
     with torch.no_grad():
@@ -168,15 +153,6 @@ def test_no_gradients_are_stored_if_none_is_needed() -> None:
         )
         assert [r.numel() for r in results] == [1, 0, 0, 0, 0, 1, 1]
         assert not similarity.softplus_sum(x, x, 1.0, 0.0).requires_grad
-
-
-def test_gradcheck() -> None:
-    inputs = leaves(*MAKERS["random"](5, 4, 3), 3.0, -1.0)
-    ids = torch.tensor([0, 1, 1, 2, -1]), torch.tensor([1, 0, 2, -1])
-    weight = torch.rand(5, dtype=torch.float64)
-    assert torch.autograd.gradcheck(
-        lambda *a: similarity.softplus_sum(*a, ids=ids, weight=weight), inputs
-    )
 
 
 def test_opcheck() -> None:

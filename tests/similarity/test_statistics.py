@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, eager, eager_softmax, softmax, sweep
+from megabatch.similarity import dense, eager, softmax, tiles
 from megabatch.similarity import settings as call_settings
 from tests.similarity.exact import assert_same, compare, leaves, weighted_sum
 from tests.similarity.features import MAKERS
@@ -101,15 +101,6 @@ def test_a_guide_has_a_dtype_of_its_own(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.negative.double(), theirs.negative, rtol=1e-5, atol=1e-5)
 
 
-def test_a_guide_gets_no_gradient() -> None:
-    x, y, u, v = (torch.randn(6, 3, requires_grad=True) for _ in range(4))
-    rows, _ = similarity.split_logsumexp(x, y, ceiling=torch.zeros(6), guide=(u, v))
-    rows.negative[rows.negative.isfinite()].sum().backward()
-    assert x.grad is not None
-    assert u.grad is None
-    assert v.grad is None
-
-
 def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU's products take dS in float16, where the smallest numbers are subnormal."""
 
@@ -117,7 +108,7 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
         total.addmm_(left.half().float(), right.float(), beta=0 if overwrite else 1)
 
     monkeypatch.setattr(eager, "rounds_left", lambda features: True)
-    monkeypatch.setattr(sweep, "add_product", rounded)
+    monkeypatch.setattr(tiles, "add_product", rounded)
     x, y = (t.half() for t in MAKERS["random"](16, 4000, 8))
     ids, ceiling = (torch.full((16,), -1), torch.full((4000,), -1)), torch.full((16,), 0.5)
     gradients = []
@@ -132,20 +123,6 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
         gradients.append(features.grad.double())
     error = (gradients[0] - gradients[1]).norm(dim=1) / gradients[1].norm(dim=1)
     assert error.max() < 1e-3
-
-
-def test_self_similarity_does_half_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    computed = []
-    original = eager_softmax.forward_tile
-
-    def counting(logits: Tensor, *rest: Any) -> None:
-        computed.append(logits.numel())
-        original(logits, *rest)
-
-    monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(eager_softmax, "forward_tile", counting)
-    similarity.split_logsumexp(torch.randn(100, 4))
-    assert sum(computed) == 100 * (100 + 10) // 2
 
 
 def test_rows_only_equal_the_rows_of_both_sides() -> None:
@@ -175,32 +152,22 @@ def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
             assert some[i].grad is None
 
 
-def test_gradcheck() -> None:
-    x, y = MAKERS["random"](5, 4, 3)
-    mine = leaves(x, y, 3.0)
-    assert torch.autograd.gradcheck(lambda *a: similarity.logsumexp(*a), mine)
-    rows, columns = torch.tensor([0, 1, 1, 2, -1]), torch.tensor([1, 0, 2, -1])
-
-    def split(*inputs: Tensor) -> tuple[Tensor, ...]:
-        sides = similarity.split_logsumexp(*inputs, ids=(rows, columns))
-        some = sides[0].positive > -torch.inf
-        return sides[0].negative, sides[0].positive[some], sides[0].positive_sum, sides[1].negative
-
-    assert torch.autograd.gradcheck(split, mine)
-
-
 def test_opcheck() -> None:
     x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
     scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    ids = (torch.arange(6) % 3, torch.arange(5) % 3)
+    ids, guides = (
+        (torch.arange(6) % 3, torch.arange(5) % 3),
+        (x[:5, :1].detach(), y[:, :1].detach()),
+    )
     for arguments in (
-        (x, y, scale, *[None] * 5, "plain", True, True),
-        (x, y, scale, *ids, *[None] * 3, "plain", False, False),
-        (x, None, scale, *[None] * 5, "dropped", False, True),
-        (x[:5], y, scale, None, None, torch.zeros(5), x[:5, :1], y[:, :1], "paired", True, True),
+        (x, y, scale, *[None] * 6, "plain", True, True),
+        (x, y, scale, *ids, *[None] * 4, "plain", False, False),
+        (x, None, scale, *[None] * 6, "dropped", False, True),
+        (x[:5], y, scale, None, None, torch.zeros(5), *guides, None, "paired", True, True),
+        (x[:5], y, scale, *[None] * 3, *guides, scale.detach(), "paired", True, True),
     ):
         own = [*call_settings.of_call(x)]
-        plain = ("logsumexp", "x", "", own)
+        plain = ("logsumexp", "", own)
         torch.library.opcheck(torch.ops.megabatch.logsumexps.default, (*arguments, *plain))
     torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
 
@@ -287,8 +254,8 @@ def test_saved_logits_are_not_recomputed_in_the_backward_pass(
 def test_no_logits_are_saved_without_gradients_or_room() -> None:
     x, y = torch.randn(40, 4), torch.randn(30, 4)
     assert softmax.saved_logits(x, y, 256 << 20) == 1200
-    arguments = (x, y, torch.tensor(1.0), *[None] * 5, "plain", True)
-    plain = (False, "logsumexp", "", "", call_settings.of_call(x))
+    arguments = (x, y, torch.tensor(1.0), *[None] * 6, "plain", True)
+    plain = (False, "logsumexp", "", call_settings.of_call(x))
     assert torch.ops.megabatch.logsumexps(*arguments, *plain)[3].numel() == 0
     assert softmax.saved_logits(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity import eager
-from megabatch.similarity.eager import EagerTiles, buffer_views, row_dots
+from megabatch.similarity.eager import EagerTiles, buffer_views
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.slices import strips, within
+from megabatch.similarity.tiles import row_dots
 
 #: Factor of float16's dS, which is at most 1, so that small entries are normal numbers.
 GAIN = 2.0**15
@@ -44,7 +44,7 @@ class SigmoidCall(NamedTuple):
     teacher: tuple[Tensor, Tensor] | None = None  #: its scale and bias, for soft labels
 
 
-class DeferredGrad(NamedTuple):
+class Deferred(NamedTuple):
     """A gradient of features (n, d), stored until the backward pass multiplies it.
 
     For half-precision features it is stored in their dtype, divided by the number of x's rows, so
@@ -53,9 +53,10 @@ class DeferredGrad(NamedTuple):
 
     values: Tensor  #: (n, d), or (0,) if it is not wanted
     row_scale: Tensor  #: (n,) powers of two by which float16's rows are divided; else (0,)
+    order: Tensor | None = None  #: (n,) index of each sorted row; None: they are not sorted
 
     @classmethod
-    def like(cls, features: Tensor, wanted: bool) -> DeferredGrad:
+    def like(cls, features: Tensor, wanted: bool) -> Deferred:
         """An uninitialised gradient of `features`; empty if it is not wanted."""
         halves = wanted and features.dtype == torch.float16
         return cls(
@@ -63,18 +64,21 @@ class DeferredGrad(NamedTuple):
             features.new_empty(len(features) if halves else 0, dtype=torch.float32),
         )
 
+    def place(self, rows: slice) -> slice | Tensor:
+        """Where these sorted rows are."""
+        return rows if self.order is None else self.order[rows]
+
 
 class SigmoidTiles(EagerTiles):
-    """`sweep.Tiles` whose `gradient_block` also adds the block's losses to `sums`."""
+    """Tiles whose `gradient_block` also adds the block's losses to `sums`."""
 
     def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
         super().__init__(matrix)
-        self.call, self._sums = call, sums
+        self.call, self._sums, self.bounds = call, sums, call.bounds
         self._scratch = self._buffers(1 if call.teacher is None else 2)
         self._gain: Tensor | None = None
-        if self.x.dtype == torch.float16 and eager.rounds_left(self.x):
-            # A GPU's products take dS in float16, which loses digits below 2^-14.
+        if self.half_ds:  # it loses digits below 2^-14
             weight = call.weight_divisor
             self._gain = GAIN / (torch.ones_like(call.scale) if weight is None else weight)
 
@@ -85,16 +89,6 @@ class SigmoidTiles(EagerTiles):
         There are b² terms: a block is summed in float32, the blocks in float64.
         """
         return x.new_zeros((ranks, 3, 1), dtype=torch.float64)
-
-    def row_blocks(self) -> Iterator[slice]:
-        """Slices of the rows; each has rows of one rank."""
-        return within(self.call.bounds, lambda rows: strips(rows, self.block_rows))
-
-    def unpack_upstream(self, packed: Tensor | None) -> None:
-        """None: a pair's gradient needs no statistic of its row or column."""
-
-    def pack_upstream(self, upstream: object) -> None:
-        """None: only features and ids are sent."""
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         call, need, (scratch, *other) = self.call, self.call.need, buffer_views(self._scratch, i, j)
@@ -130,31 +124,20 @@ class SigmoidTiles(EagerTiles):
         """The factor of the sums of dS times features."""
         return self.call.scale / (divisor if self._gain is None else divisor * self._gain)
 
-    def defer_grad(
-        self,
-        total: Tensor,
-        side: str,
-        part: slice,
-        factor: Tensor,
-        out: DeferredGrad,
-        rows: Tensor | slice,
-        scale_grad_part: bool,
+    def write_grad(
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
-        """Write factor * total to these rows of `out`; <features, total> if `scale_grad_part`.
-
-        `total` belongs to `part` of the features of `side`, "x" or "y".
-        """
-        features = (self.x if side == "x" else self.y)[part]
-        product = row_dots(features, total, torch.float64) if scale_grad_part else None
+        features = (self.x if side == "x" else self.y)[rows]
+        product = row_dots(features, total, torch.float64) if scale_grad else None
         if product is not None and self._gain is not None:
             product /= self._gain
-        values = total.mul_(factor)
+        values, place = total.mul_(factor), out.place(rows)
         if len(out.row_scale):
             _, exponent = torch.frexp(values.abs().amax(1).nan_to_num(1, 1))
             power = torch.ldexp(torch.ones_like(values[:, 0]), exponent.clamp(-100, 100) - 15)
-            out.row_scale[rows] = power
+            out.row_scale[place] = power
             values.div_(power[:, None])
-        out.values[rows] = values.to(out.values.dtype)
+        out.values[place] = values.to(out.values.dtype)
         return product
 
 

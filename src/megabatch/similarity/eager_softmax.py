@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -10,26 +11,23 @@ from torch import Tensor
 from megabatch.similarity import eager, states
 from megabatch.similarity.eager import EagerTiles, buffer_views
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.states import SoftmaxStates
+from megabatch.similarity.tiles import StateTiles
 
 #: (positive, dropped) of a block, as `Matrix.masks` returns them.
 Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
 
 
-class SoftmaxTiles(SoftmaxStates, EagerTiles):
-    """`sweep.StateTiles` whose upstream is the tensor that is sent with the columns."""
+class SoftmaxTiles(StateTiles, EagerTiles):
+    """Tiles whose upstream is the tensor that is sent with the columns."""
 
     def __init__(self, matrix: Matrix, scale: Tensor, saved: Tensor) -> None:
         """`saved`: a tensor for the logits of the first blocks, which the backward pass reads."""
         super().__init__(matrix)
+        self.numbers = states.SPLIT if matrix.has_positives else states.NEGATIVES
+        self.forward_blocks = self.block_rows, self.block_cols
         self.scale = scale
         self._scratch = self._buffers(2)
         self._saved = self._saved_blocks(saved)
-
-    def results(self, state: Tensor) -> Tensor:
-        out = self.new_results(state.shape[1])
-        self.write_results(state[None], out)
-        return out
 
     def forward(
         self,
@@ -38,20 +36,23 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        self._clear_new(rows, cols, overwrite)
-        for i in self.row_blocks():
-            for j in self.col_blocks(i):
-                mirrored = self.symmetric and i != j
-                other = rows if mirrored else cols
-                others = None if other is None else other[:, j]
-                s, scratch = self._logits(i, j, save=True)
-                forward_tile(s, self._masks(i, j, s, scratch), rows[:, i], others, scratch)
+        for i, j, own, other in self.blocks_with_states(rows, cols, overwrite, to_results):
+            sides = (own,) if other is None else (own, other)
+            for side in sides:
+                if side.is_first:
+                    self.clear(side.numbers)
+            out, scratch = self._place(i, j)
+            s = eager.logits(self.x[i], self.y[j], self.scale, out)
+            self.merge_block(i, j, s, scratch, [side.numbers for side in sides])
+            for side in sides:
+                if side.is_last:
+                    self.write_results(side.numbers[None].clone(), self.results(side.numbers))
 
-    def _clear_new(self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool]) -> None:
-        """Clear the states that are uninitialised."""
-        for state, new in zip((rows, cols), overwrite, strict=True):
-            if new and state is not None:
-                self.clear(state)
+    def merge_block(
+        self, i: slice, j: slice, s: Tensor, scratch: Tensor, sides: Sequence[Tensor]
+    ) -> None:
+        """Merge a block of logits into the states of its rows and, if given, of its columns."""
+        forward_tile(s, self._masks(i, j, s, scratch), sides, scratch)
 
     def merge(self, parts: Tensor) -> Tensor:
         return states.merge(parts)
@@ -62,29 +63,16 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
         return states.upstream(results, gradient)
 
-    def unpack_upstream(self, packed: Tensor | None) -> Tensor | None:
-        return packed
-
-    def pack_upstream(self, upstream: Tensor | None) -> Tensor | None:
-        return upstream
-
-    def upstream_divisor(self, rows: Tensor | None, cols: Tensor | None) -> Tensor | None:
-        """On the CPU dS stays in float32; a GPU's products take float16."""
-        if self.x.dtype != torch.float16 or not eager.rounds_left(self.x):
-            return None
-        return states.upstream_divisor([side for side in (rows, cols) if side is not None])
-
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
     ) -> Tensor:
-        s, scratch = self._logits(i, j)
-        return gradient_tile(
-            s,
-            self._masks(i, j, s, scratch),
-            None if rows is None else rows[:, i],
-            None if cols is None else cols[:, j],
-            (buffer_views(self._scratch, i, j)[0], scratch),
-        )
+        s, scratch = self._place(i, j)
+        if (i.start, j.start) not in self._saved:
+            s = eager.logits(self.x[i], self.y[j], self.scale, s)
+        rows = None if rows is None else rows[:, i]
+        cols = None if cols is None else cols[:, j]
+        buffers = buffer_views(self._scratch, i, j)[0], scratch
+        return gradient_tile(s, self._masks(i, j, s, scratch), rows, cols, buffers)
 
     def _masks(self, i: slice, j: slice, s: Tensor, scratch: Tensor) -> Masks:
         """Masks of a block of logits `s`; a guide's products overwrite `scratch`."""
@@ -92,16 +80,12 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         guide_x, guide_y = block.rows.guide, block.cols.guide
         if guide_x is None or guide_y is None:
             return block.masks(s)
-        return block.masks(eager.products(guide_x, guide_y, scratch))
+        return block.masks(eager.logits(guide_x, guide_y, out=scratch))
 
-    def _logits(self, i: slice, j: slice, save: bool = False) -> tuple[Tensor, Tensor]:
-        """The logits of a block, and a buffer of its size; with `save`, saved ones are written."""
-        saved = self._saved.get((i.start, j.start))
+    def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+        """Where the logits of a block are, and a buffer of its size."""
         first, second = buffer_views(self._scratch, i, j)
-        if saved is not None and not save:
-            return saved, second
-        out = first if saved is None else saved
-        return eager.logits(self.x[i], self.y[j], self.scale, out=out), second
+        return self._saved.get((i.start, j.start), first), second
 
     def _saved_blocks(self, saved: Tensor) -> dict[tuple[int, int], Tensor]:
         """Views of `saved` for the blocks that fit into it, by their first pair."""
@@ -117,23 +101,20 @@ class SoftmaxTiles(SoftmaxStates, EagerTiles):
         return blocks
 
 
-def forward_tile(
-    s: Tensor, masks: Masks, rows: Tensor, cols: Tensor | None, scratch: Tensor
-) -> None:
-    """Merge a block of logits `s` (m, n) into the states `rows` and `cols`, in place."""
+def forward_tile(s: Tensor, masks: Masks, sides: Sequence[Tensor], scratch: Tensor) -> None:
+    """Merge a block of logits `s` (m, n) into the states of its rows and, if given, columns."""
     positive, dropped = masks
     if positive is None and dropped is None:
-        shift = merge_sum(rows[:2], s, 1, scratch)
-        if cols is not None and not _merge_shared(cols[:2], scratch, shift):
-            merge_sum(cols[:2], s, 0, scratch)
+        shift = merge_sum(sides[0][:2], s, 1, scratch)
+        for cols in sides[1:]:
+            if not _merge_shared(cols[:2], scratch, shift):
+                merge_sum(cols[:2], s, 0, scratch)
         return
     negatives = s.clone()
     for mask in masks:
         if mask is not None:
             negatives.masked_fill_(mask, -torch.inf)
-    for state, dim in ((rows, 1), (cols, 0)):
-        if state is None:
-            continue
+    for state, dim in zip(sides, (1, 0), strict=False):
         merge_sum(state[:2], negatives, dim, scratch)
         if positive is not None:
             merge_sum(state[2:4], s.masked_fill(~positive, -torch.inf), dim, scratch)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megabatch.similarity import eager
+from megabatch.similarity import eager, tiles
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.distributed.grid import columns_for, most_sharing
 from megabatch.similarity.distributed.schedule import round_rows
@@ -93,7 +93,7 @@ def gradient_bytes(run: Run, x: Tensor, y: Tensor | None, numbers: int) -> int:
     if y is not None and run.ranks == 1:  # accumulators of all columns, and of a strip of rows
         upstreams = 0 if run.on_cpu else 4 * numbers * (len(x) + len(y))  # of kernels, float32
         return block + run.totals(x, len(y) + min(rows, len(x))) + upstreams
-    product = run.totals(x, min(eager.STRIP, len(x))) if run.on_cpu else 0  # for scale's gradient
+    product = run.totals(x, min(tiles.STRIP, len(x))) if run.on_cpu else 0  # for scale's gradient
     temporary = block + product + transfer_bytes
     if not run.on_cpu and y is not None:
         # x's gradient is written when these are freed, except for the gradients of the last round.

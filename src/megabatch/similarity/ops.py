@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, get_args, get_type_hints
 
 import torch
@@ -78,12 +78,10 @@ class Operator:
                 return output
 
             @staticmethod
-            def backward(ctx: FunctionCtx, *gradients: Any) -> Any:
-                return backward(ctx, *gradients)
-
-            @staticmethod
             def jvp(ctx: FunctionCtx, *tangents: Any) -> NoReturn:
                 refuse_jvp()
+
+        Direct.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
 
         class Transformed(Direct):
             """The form that `torch.func` accepts."""
@@ -163,58 +161,96 @@ def operator(
     return lambda function: Operator(name, function, group_argument)
 
 
-class Bundle(Generic[Operands, Results]):
-    """The operands and results of a reduction, as operators take and return them: flat.
+class Reduction(Operator, Generic[Operands, Results]):
+    """The operator of a reduction, alone and over the ranks of a group.
 
-    The forward operator takes the operands; the backward operator the operands, the results, the
-    upstream gradients of the differentiable results (None where there is none), and whether the
-    gradient of each differentiable operand is needed.
+    Operators take operands and return results flat. `<name>` takes the operands; `<name>_backward`
+    the operands, the results, the upstream gradients of the differentiable results (None where
+    there is none), and whether the gradient of each differentiable operand is needed: see `split`.
     """
 
     def __init__(
-        self, operands: type[Operands], results: type[Results], wanted: int, outputs: int
+        self,
+        name: str,
+        operands: type[Operands],
+        results: type[Results],
+        functions: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+        workspaces: tuple[Callable[[Any, Operands], int] | None, ...],
+        *,
+        wanted: int,
+        outputs: int,
     ) -> None:
         """The first `wanted` operands and the first `outputs` results are differentiable.
 
-        `operands`, `results`: named tuples. Operands are tensors (or None), then plain values, of
-        which the last two are the group's name ("": this process alone) and the call's settings.
+        Args:
+            operands, results: named tuples. Operands are tensors (or None), then plain values, of
+                which the last two are the group's name ("": this process alone) and the call's
+                settings.
+            functions: of the forward operator, of its results on fake tensors, of the backward one.
+            workspaces: of both operators, called with a `memory.Run` and the operands as one; see
+                `Operator`.
         """
         self.operands, self.results, self.wanted, self.outputs = operands, results, wanted, outputs
-        self._fields = [*get_type_hints(operands).items()]
-        self._results = [*get_type_hints(results)]
-        self.tensors = sum("Tensor" in _schema(kind) for _, kind in self._fields)
-        self.group_argument = len(self._fields) - 2
+        self._counts = len(operands._fields), len(results._fields)  # type: ignore[attr-defined]
+        fields = get_type_hints(operands)
+        given = [f"{_schema(kind)} {key}" for key, kind in fields.items()]
+        self._tensors = sum("Tensor" in key for key in given)
+        forward, fake, backward = functions
+        memory = [
+            None if f is None else lambda run, *flat, f=f: f(run, operands(*flat[: len(fields)]))
+            for f in workspaces
+        ]
+        self._derive(name, given, get_type_hints(results), backward, memory[1])
+        schema = f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self._counts[1])})"
+        super().__init__(name, forward, len(fields) - 2, memory[0], schema)
+        self.register_fake(fake)
+        self.register_autograd(self._autograd, self._setup_context)
 
-    def forward_schema(self) -> str:
-        """The forward operator's signature."""
-        given = [f"{_schema(kind)} {name}" for name, kind in self._fields]
-        return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * len(self._results))})"
-
-    def backward_schema(self) -> str:
-        """The backward operator's signature."""
-        given = [f"{_schema(kind)} {name}" for name, kind in self._fields]
-        given += [f"Tensor result_{name}" for name in self._results]
-        given += [f"Tensor? upstream_{name}" for name in self._results[: self.outputs]]
-        given += [f"bool needs_{name}_grad" for name, _ in self._fields[: self.wanted]]
-        return f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self.wanted)})"
+    def _derive(
+        self, name: str, given: list[str], results: Iterable[str], backward: Any, workspace: Any
+    ) -> None:
+        """Make the backward operator."""
+        wanted, place = [field.split()[1] for field in given[: self.wanted]], len(given) - 2
+        results = list(results)
+        given = [
+            *given,
+            *(f"Tensor result_{key}" for key in results),
+            *(f"Tensor? upstream_{key}" for key in results[: self.outputs]),
+            *(f"bool needs_{key}_grad" for key in wanted),
+        ]
+        schema = f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self.wanted)})"
+        self._gradients = Operator(f"{name}_backward", backward, place, workspace, schema)
+        self._gradients.register_fake(self._new_gradients)
 
     def split(
         self, flat: Sequence[Any]
     ) -> tuple[Operands, Results, tuple[Tensor | None, ...], tuple[bool, ...]]:
         """Operands, results, upstream gradients and needs of a call of the backward operator."""
-        a = len(self._fields)
-        b = a + len(self._results)
+        a, b = self._counts[0], sum(self._counts)
         c = b + self.outputs
         return self.operands(*flat[:a]), self.results(*flat[a:b]), tuple(flat[b:c]), tuple(flat[c:])
 
-    def new_gradients(self, flat: Sequence[Any]) -> tuple[Tensor, ...]:
-        """The results of a backward operator's call, uninitialised."""
+    def _new_gradients(self, *flat: Any) -> tuple[Tensor, ...]:
         needs = flat[len(flat) - self.wanted :]
         return tuple(new_gradient(t, n, flat[0]) for t, n in zip(flat, needs, strict=False))
 
-    def workspace(self, bytes_of: Callable[[Any, Operands], int]) -> Callable[..., int]:
-        """`Operator.workspace` by a function that takes the operands as one."""
-        return lambda run, *flat: bytes_of(run, self.operands(*flat[: len(self._fields)]))
+    def _setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[: self._tensors], *output)
+        ctx.plain = inputs[self._tensors :]
+        ctx.mark_non_differentiable(*output[self.outputs :])
+        ctx.set_materialize_grads(False)
+
+    def _autograd(self, ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
+        size, plain, needed = self._tensors, ctx.plain, ctx.needs_input_grad[: self.wanted]
+        nothing = (None,) * (size + len(plain))
+        received = upstream[: self.outputs]
+        # In a group the other ranks wait for this one, whether or not its own loss used the result.
+        if not plain[-2] and all(gradient is None for gradient in received):
+            return nothing
+        saved = ctx.saved_tensors  # read once, or activation checkpointing raises an error
+        found = self._gradients(*saved[:size], *plain, *saved[size:], *received, *needed)
+        pairs = zip(found, needed, strict=True)
+        return *(gradient if need else None for gradient, need in pairs), *nothing[self.wanted :]
 
 
 def new_gradient(tensor: Tensor | None, need: bool, like: Tensor) -> Tensor:
@@ -227,51 +263,6 @@ def _schema(kind: Any) -> str:
     if kind in plain:
         return plain[kind]
     return "Tensor?" if Tensor in get_args(kind) else "int[]"
-
-
-def reduction(
-    name: str,
-    bundle: Bundle[Any, Any],
-    forward: Callable[..., Any],
-    fake: Callable[..., Any],
-    backward: Callable[..., Any],
-    workspaces: tuple[Callable[..., int] | None, Callable[..., int] | None],
-) -> Operator:
-    """The operator of a reduction, alone and over the ranks of a group.
-
-    Args:
-        name: of the operators, `<name>` and `<name>_backward`.
-        forward, fake, backward: see `Bundle` for their arguments.
-        workspaces: of the forward and of the backward operator, called with a `memory.Run` and the
-            operands as one; see `Operator`.
-    """
-    place, size, wanted = bundle.group_argument, bundle.tensors, bundle.wanted
-    memory = [None if bytes_of is None else bundle.workspace(bytes_of) for bytes_of in workspaces]
-    reduce = Operator(name, forward, place, memory[0], bundle.forward_schema())
-    gradients = Operator(f"{name}_backward", backward, place, memory[1], bundle.backward_schema())
-    reduce.register_fake(fake)
-    gradients.register_fake(lambda *flat: bundle.new_gradients(flat))
-
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*inputs[:size], *output)
-        ctx.plain = inputs[size:]
-        ctx.mark_non_differentiable(*output[bundle.outputs :])
-        ctx.set_materialize_grads(False)
-
-    def autograd(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
-        plain, needed = ctx.plain, ctx.needs_input_grad[:wanted]
-        nothing = (None,) * (size + len(plain))
-        received = upstream[: bundle.outputs]
-        # In a group the other ranks wait for this one, whether or not its own loss used the result.
-        if not plain[-2] and all(gradient is None for gradient in received):
-            return nothing
-        saved = ctx.saved_tensors  # read once, or activation checkpointing raises an error
-        found = gradients(*saved[:size], *plain, *saved[size:], *received, *needed)
-        pairs = zip(found, needed, strict=True)
-        return *(gradient if need else None for gradient, need in pairs), *nothing[wanted:]
-
-    reduce.register_autograd(autograd, setup_context)
-    return reduce
 
 
 def _is_plain(argument: Any) -> bool:

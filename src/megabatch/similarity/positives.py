@@ -30,7 +30,7 @@ from megabatch.similarity.matrix import (
     sort,
     sort_by_id,
 )
-from megabatch.similarity.ops import Bundle, reduction
+from megabatch.similarity.ops import Reduction
 from megabatch.similarity.slices import strips
 
 #: The operation's name.
@@ -86,9 +86,6 @@ class Results(NamedTuple):
     sizes: Tensor  #: of all ranks, see `schedule.new_sizes`
 
 
-BUNDLE = Bundle(Operands, Results, wanted=4, outputs=1)
-
-
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
     total, sizes = torch.zeros_like(o.negative), new_sizes(o.group, o.x)
@@ -111,7 +108,7 @@ def _forward_fake(*flat: Any) -> Results:
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    o, results, (upstream,), need = BUNDLE.split(flat)
+    o, results, (upstream,), need = positive_softplus_sums.split(flat)
     if upstream is None:  # other ranks wait for this one's part
         upstream = torch.zeros_like(o.negative)
     dtype, y = accumulator_dtype(o.x.dtype), o.x if o.y is None else o.y
@@ -138,7 +135,15 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     return tuple(t if needed else t.new_empty(0) for t, needed in zip(found, need, strict=True))
 
 
-positive_softplus_sums = reduction(CALL, BUNDLE, _forward, _forward_fake, _backward, (None, None))
+positive_softplus_sums = Reduction(
+    CALL,
+    Operands,
+    Results,
+    (_forward, _forward_fake, _backward),
+    (None, None),
+    wanted=4,
+    outputs=1,
+)
 
 
 def _matrices(o: Operands, sizes: Tensor) -> Iterator[tuple[Matrix, Orders, Layout]]:

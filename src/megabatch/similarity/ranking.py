@@ -236,4 +236,4 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
     n = len(y)
     if missing := -n % 16:
         y = torch.cat([y, y.new_zeros(missing, y.shape[1])])
-    return eager.products(x, y)[:, :n]
+    return eager.logits(x, y)[:, :n]

@@ -3,7 +3,7 @@
 The loss is SigLIP's (Zhai et al. 2023, arXiv 2303.15343). A pair's gradient needs no statistic of
 its row or column, so the sweep that sums the loss computes the gradients too: 6 m n d operations
 for both, where a second sweep would make it 8. The gradients of x and y are stored for the backward
-pass (`DeferredGrad`). Labels may be soft, the sigmoids of a teacher's logits; torch operations
+pass (`Deferred`). Labels may be soft, the sigmoids of a teacher's logits; torch operations
 compute these on all devices.
 """
 
@@ -33,14 +33,14 @@ from megabatch.similarity.distributed import comm, schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.means import replicated
 from megabatch.similarity.distributed.schedule import Ranks
-from megabatch.similarity.eager import STRIP
-from megabatch.similarity.eager_sigmoid import DeferredGrad, Need, SigmoidCall, SigmoidTiles
+from megabatch.similarity.eager_sigmoid import Deferred, Need, SigmoidCall, SigmoidTiles
 from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.memory import Run
-from megabatch.similarity.ops import Bundle, new_gradient, reduction
+from megabatch.similarity.ops import Reduction, new_gradient
 from megabatch.similarity.settings import applied
 from megabatch.similarity.slices import strips
-from megabatch.similarity.sweep import Sweep, products
+from megabatch.similarity.sweep import Sweep, write_products
+from megabatch.similarity.tiles import STRIP
 from megabatch.torch_internals import transforms_active
 
 Ids: TypeAlias = "str | tuple[Tensor, Tensor]"
@@ -146,7 +146,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The sum, and its gradients; those of x and y are `DeferredGrad`s, empty if not needed.
+    """The sum, and its gradients; those of x and y are `Deferred`s, empty if not needed.
 
     In a group the sum is over this rank's rows and all columns, scale's and bias's gradients are of
     that sum, and y's is of the sum over ranks.
@@ -161,38 +161,29 @@ class Results(NamedTuple):
     dbias: Tensor
 
 
-BUNDLE = Bundle(Operands, Results, wanted=4, outputs=1)
-
-
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         terms, own_sizes = _terms(o) if o.group else "", (len(o.x), len(o.y))
         ranks, _ = schedule.agree(o.group, "softplus_sum", terms, own_sizes, o.x, False)
         sweep = _sweep(o, ranks)
-        dx, dy = DeferredGrad.like(o.x, o.need_x), DeferredGrad.like(o.y, o.need_y)
+        dx, dy = Deferred.like(o.x, o.need_x), Deferred.like(o.y, o.need_y)
+        dx, dy = dx._replace(order=sweep.orders.rows), dy._replace(order=sweep.orders.cols)
         sums = _sum_and_gradients(sweep, o.need, dx, dy)
         dtype = accumulator_dtype(o.x.dtype)
         # Copies: the results of an operator may not share memory.
         loss, dbias, dscale = (number.to(dtype, copy=True) for number in sums)
-        return Results(loss, *dx, *dy, dscale, dbias)
+        return Results(loss, *dx[:2], *dy[:2], dscale, dbias)
 
 
 def _sum_and_gradients(
-    sweep: Sweep, need: Need, dx: DeferredGrad, dy: DeferredGrad
+    sweep: Sweep, need: Need, dx: Deferred, dy: Deferred
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum and its gradients of bias and scale; those of x and y go to `dx` and `dy`."""
-    own, orders = sweep.make(sweep.matrix), sweep.orders
+    own = sweep.make(sweep.matrix)
     factor = own.factor(divisor(sweep.matrix.rows.features))
-    out = {"x": (dx, orders.rows), "y": (dy, orders.cols)}
-    parts: list[Tensor] = []  # of the scale's gradient
-    for side, part, total in products(sweep, own, need.x, need.y):
-        deferred, order = out[side]
-        rows = part if order is None else order[part]
-        with_scale = need.scale and need.x == (side == "x")
-        found = own.defer_grad(total, side, part, factor, deferred, rows, with_scale)
-        parts.extend([] if found is None else [found])
-        del total  # before the next one is made
+    out = dx if need.x else None, dy if need.y else None
+    parts = write_products(sweep, own, factor, out, need.scale and need.features)
     sums = own.sums()
     loss, dbias, dscale = sums[0] if sweep.ranks is None else sweep.ranks.rows.sum_by_rank(sums)
     if parts:  # one launch less if there is one part
@@ -204,7 +195,7 @@ def _forward_fake(*flat: Any) -> Results:
     o = Operands(*flat)
     dtype = accumulator_dtype(o.x.dtype)
     total, dscale, dbias = (o.x.new_empty((), dtype=dtype) for _ in range(3))
-    deferred = *DeferredGrad.like(o.x, o.need_x), *DeferredGrad.like(o.y, o.need_y)
+    deferred = *Deferred.like(o.x, o.need_x)[:2], *Deferred.like(o.y, o.need_y)[:2]
     return Results(total, *deferred, dscale, dbias)
 
 
@@ -214,7 +205,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     It is an operator without a derivative that takes all inputs, so that a second derivative is an
     error and not silently incomplete.
     """
-    o, results, (gradient,), need = BUNDLE.split(flat)
+    o, results, (gradient,), need = softplus_sums.split(flat)
     if gradient is None:
         gradient = torch.zeros_like(results.loss)
     # The other ranks' part of y's gradient was formed as if they had the same upstream gradient.
@@ -222,8 +213,8 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     dx, dy = new_gradient(o.x, need[0], o.x), new_gradient(o.y, need[1], o.x)
     with torch.cuda.device_of(o.x):
         for out, deferred, factor in (
-            (dx, DeferredGrad(results.dx, results.x_row_scale), gradient),
-            (dy, DeferredGrad(results.dy, results.y_row_scale), common),
+            (dx, Deferred(results.dx, results.x_row_scale), gradient),
+            (dy, Deferred(results.dy, results.y_row_scale), common),
         ):
             if len(out):
                 _write(out, deferred, factor, divisor(o.x))
@@ -234,7 +225,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
         return dx, dy, dscale, dbias
 
 
-def _write(out: Tensor, deferred: DeferredGrad, factor: Tensor, divisor: int) -> None:
+def _write(out: Tensor, deferred: Deferred, factor: Tensor, divisor: int) -> None:
     """out = the gradient times two factors, in its dtype."""
     if backends.uses_kernels(out):
         from megabatch.similarity.triton.sigmoid import write_deferred
@@ -270,8 +261,14 @@ def _forward_bytes(run: Run, o: Operands) -> int:
     return block + run.totals(o.x, totals) + received
 
 
-softplus_sums = reduction(
-    "softplus_sum", BUNDLE, _forward, _forward_fake, _backward, (_forward_bytes, None)
+softplus_sums = Reduction(
+    "softplus_sum",
+    Operands,
+    Results,
+    (_forward, _forward_fake, _backward),
+    (_forward_bytes, None),
+    wanted=4,
+    outputs=1,
 )
 
 

@@ -29,12 +29,13 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.distributed import schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
+from megabatch.similarity.eager_soft_targets import TEACHER_BUFFERS, SoftTargetTiles
 from megabatch.similarity.eager_softmax import SoftmaxTiles
 from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
-from megabatch.similarity.ops import Bundle, reduction
+from megabatch.similarity.ops import Reduction
 from megabatch.similarity.settings import applied
-from megabatch.similarity.sweep import SideGradient, Sweep, gradients, in_given_order, reduce
+from megabatch.similarity.sweep import Sweep, gradients, in_given_order, reduce
 from megabatch.torch_internals import transforms_active
 
 Ids: TypeAlias = "str | Tensor | tuple[Tensor, Tensor]"
@@ -105,9 +106,10 @@ def logsumexp(
     check_two(x, y)
     both = _both(sides)
     x, y = cast_for_autocast(x, y)
-    matrix = Matrix(Side(x), Side(y))
-    operands = _operands(matrix, check_scalar("scale", scale, x), both, group, "logsumexp")
-    rows, columns, *_ = logsumexps(*operands)
+    tensors = x, y, check_scalar("scale", scale, x), *[None] * 6, PLAIN
+    rows, columns, *_ = logsumexps(
+        *make_operands(*tensors, cols=both, group=group, call="logsumexp")
+    )
     return rows[0], columns[0] if both else None
 
 
@@ -206,11 +208,14 @@ def split_stacks(
     diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
     # A ceiling or two vectors of ids make the matrix asymmetric: all tiles are computed.
     symmetric = y is None and ceiling is None and row_ids is col_ids
-    rows = Side(x, row_ids, ceiling, None, guides[0])
-    cols = rows if symmetric else Side(x if y is None else y, col_ids, None, None, guides[1])
-    matrix = Matrix(rows, cols, diagonal, symmetric=symmetric)
-    call = f"split_logsumexp, {terms}" if terms else "split_logsumexp"
-    operands = _operands(matrix, scale, both and not symmetric, group, call)
+    columns = None if symmetric else x if y is None else y
+    tensors = x, columns, scale, row_ids, col_ids, ceiling, *guides, None, diagonal
+    operands = make_operands(
+        *tensors,
+        cols=both and not symmetric,
+        group=group,
+        call=f"split_logsumexp, {terms}" if terms else "split_logsumexp",
+    )
     row_stack, col_stack, sizes, _ = logsumexps(*operands)
     columns = (row_stack if symmetric else col_stack) if both else None
     return Stacks(row_stack, columns, sizes[0].sum() if operands.group else None)
@@ -220,28 +225,6 @@ def _both(sides: str) -> bool:
     if sides not in ("both", "rows"):
         raise ValueError(f"sides: expected 'both' or 'rows', got {sides!r}")
     return sides == "both"
-
-
-def _operands(
-    matrix: Matrix, scale: Tensor, cols_wanted: bool, group: object, call: str
-) -> Operands:
-    x, y = matrix.rows.features, None if matrix.symmetric else matrix.cols.features
-    backends.warn_of_float32(x)
-    inputs, grad = {"x": x, "y": y, "scale": scale}, torch.is_grad_enabled()
-    wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
-    # Nothing is saved under torch.func, which may hold any number of calls' logits.
-    save = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
-    rows, cols = matrix.rows, matrix.cols
-    return Operands(
-        *(x, y, scale, rows.ids, cols.ids, rows.ceiling, rows.guide, cols.guide),
-        matrix.diagonal,
-        cols=cols_wanted,
-        save=save,
-        call=call,
-        wanted=", ".join(wanted),
-        group=group_name(group),
-        settings=settings.of_call(x),
-    )
 
 
 # --- the operators --------------------------------------------------------------------------------
@@ -256,15 +239,41 @@ class Operands(NamedTuple):
     row_ids: Tensor | None
     col_ids: Tensor | None
     ceiling: Tensor | None
-    guide_x: Tensor | None
+    guide_x: Tensor | None  #: a guide's features, or a teacher's
     guide_y: Tensor | None
+    teacher_scale: Tensor | None  #: given: the targets are soft, see `soft_targets`
     diagonal: str  #: of `Matrix`
     cols: bool  #: whether the columns' side is wanted
     save: bool  #: whether something may be saved for the backward pass
     call: str  #: the public function's name, and more on which all ranks must agree
-    wanted: str  #: names of the inputs that need gradients
     group: str  #: its name, "" for this process alone
     settings: Sequence[int]  #: of the call, see `settings.Settings`
+
+    @property
+    def columns(self) -> Tensor:
+        """The features of the columns."""
+        return self.x if self.y is None else self.y
+
+    @property
+    def numbers(self) -> states.Numbers:
+        """How many numbers the reduction keeps of a row."""
+        if self.teacher_scale is not None:
+            return states.TARGETS
+        has_positives = self.row_ids is not None or self.diagonal == PAIRED
+        return states.SPLIT if has_positives else states.NEGATIVES
+
+
+def make_operands(*tensors: Any, cols: bool, group: object, call: str) -> Operands:
+    """Operands, from the tensors and the diagonal on with what the call's surroundings say."""
+    x, y, scale, *_ = tensors
+    backends.warn_of_float32(x)
+    inputs, grad = {"x": x, "y": y, "scale": scale}, torch.is_grad_enabled()
+    wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
+    # Nothing is saved under torch.func, which may hold any number of calls' logits.
+    save = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
+    call = f"{call}, gradients wanted: {', '.join(wanted) or 'none'}"
+    plain: tuple[Any, ...] = cols, save, call, group_name(group), settings.of_call(x)
+    return Operands(*tensors, *plain)
 
 
 class Results(NamedTuple):
@@ -276,24 +285,20 @@ class Results(NamedTuple):
     saved: Tensor  #: the first blocks' logits, or in a group all ranks' columns
 
 
-BUNDLE = Bundle(Operands, Results, wanted=3, outputs=2)
-
-
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
-        own_sizes = len(o.x), len(o.x if o.y is None else o.y)
-        terms = _terms(o) if o.group else ""
+        own_sizes, terms = (len(o.x), len(o.columns)), _terms(o) if o.group else ""
         ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.x, o.y is None)
         saved = _new_saved(o, sizes.shape[1])
         sweep = _sweep(o, ranks, saved)
         tiles = sweep.make(sweep.matrix)
+        columns = None
         if ranks is not None:
             rows, columns = reduce(sweep, tiles, o.cols)
         else:
-            row_state, col_state = tiles.new_state(tiles.m), None
-            if o.cols:
-                col_state = tiles.new_state(tiles.n)
+            row_state = tiles.new_state(tiles.m)
+            col_state = tiles.new_state(tiles.n) if o.cols else None
             tiles.forward(row_state, col_state, (True, True), to_results=True)
             rows = tiles.results(row_state)
             columns = None if col_state is None else tiles.results(col_state)
@@ -302,43 +307,45 @@ def _forward(*flat: Any) -> Results:
 
 def _forward_fake(*flat: Any) -> Results:
     o = Operands(*flat)
-    has_positives = o.row_ids is not None or o.diagonal == PAIRED
-    rows = states.new_results(o.x.shape[0], has_positives, o.x)
+    rows = states.empty(o.numbers.results, o.x.shape[0], o.x)
     columns = rows.new_empty(0)
     if o.cols:
-        columns = states.new_results((o.x if o.y is None else o.y).shape[0], has_positives, o.x)
+        columns = states.empty(o.numbers.results, o.columns.shape[0], o.x)
     sizes = schedule.new_sizes(o.group, o.x)
     return Results(rows, columns, sizes, _new_saved(o, sizes.shape[1]))
 
 
 def _backward(*flat: Any) -> tuple[Tensor, ...]:
-    o, results, (row_gradient, col_gradient), need = BUNDLE.split(flat)
+    o, results, (row_gradient, col_gradient), need = logsumexps.split(flat)
     if o.group:  # other ranks wait for this one's part, whether or not its own loss used it
         if row_gradient is None:
             row_gradient = torch.zeros_like(results.rows)
         if o.cols and col_gradient is None:
             col_gradient = torch.zeros_like(results.columns)
-    sides = (
-        SideGradient(results.rows, row_gradient),
-        SideGradient(results.columns, col_gradient if o.cols else None),
-    )
+    upstream = row_gradient, col_gradient if o.cols else None
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         ranks = schedule.ranks_again(o.group, o.call, results.sizes, o.x, o.y is None)
-        need_x, need_y, need_scale = need
-        sweep = _sweep(o, ranks, results.saved)
-        return gradients(sweep, o.scale, sides, (need_x, need_y, need_scale))
+        return gradients(_sweep(o, ranks, results.saved), o.scale, results[:2], upstream, need)
 
 
 def _forward_bytes(run: Run, o: Operands) -> int:
     run = _without_grid(run, o)
     block, _rows = run.block(o.x, o.y)
-    block = block if run.on_cpu else block // 4
+    if o.teacher_scale is None:
+        block = block if run.on_cpu else block // 4
+    else:
+        # A forward block of the kernels has twice the rows and columns of a block of dS, and 5
+        # float32 numbers a tile of 128 for each of its rows and columns.
+        block = block + _teacher_bytes(block) if run.on_cpu else block * 5 // 8
     return block + run.transfer_bytes(o.x) + _guide_bytes(run, o)
 
 
 def _backward_bytes(run: Run, o: Operands) -> int:
     run = _without_grid(run, o)
-    return gradient_bytes(run, o.x, o.y, 5) + _guide_bytes(run, o)
+    found = gradient_bytes(run, o.x, o.y, states.SPLIT.upstream) + _guide_bytes(run, o)
+    if o.teacher_scale is None or not run.on_cpu:
+        return found
+    return found + _teacher_bytes(run.block(o.x, o.y)[0])
 
 
 def _without_grid(run: Run, o: Operands) -> Run:
@@ -357,8 +364,19 @@ def _guide_bytes(run: Run, o: Operands) -> int:
     return run.transfer_bytes(o.guide_x) + copies
 
 
-logsumexps = reduction(
-    "logsumexps", BUNDLE, _forward, _forward_fake, _backward, (_forward_bytes, _backward_bytes)
+def _teacher_bytes(block: int) -> int:
+    """Bytes of the teacher's buffers in torch operations, from those of a block."""
+    return block * TEACHER_BUFFERS // eager.BUFFERS
+
+
+logsumexps = Reduction(
+    "logsumexps",
+    Operands,
+    Results,
+    (_forward, _forward_fake, _backward),
+    (_forward_bytes, _backward_bytes),
+    wanted=3,
+    outputs=2,
 )
 
 
@@ -366,11 +384,11 @@ def _terms(o: Operands) -> str:
     """Description of the call, on which all ranks must agree."""
     return (
         f"{'x against itself' if o.y is None else 'x against y'}, {backends.described(o.x)}, "
-        f"gradients wanted: {o.wanted or 'none'}, "
         f"sides: {'both' if o.cols or o.y is None else 'rows'}, "
         f"ids: {'none' if o.row_ids is None else 'given'}, diagonal: {o.diagonal}, "
         f"ceiling: {'none' if o.ceiling is None else 'given'}, "
-        f"guide: {'none' if o.guide_y is None else backends.described(o.guide_y)}"
+        f"{'guide' if o.teacher_scale is None else 'teacher'}: "
+        f"{'none' if o.guide_y is None else backends.described(o.guide_y)}"
     )
 
 
@@ -380,8 +398,8 @@ def _new_saved(o: Operands, ranks: int) -> Tensor:
     The shape must be known without the other ranks, so the tensor may remain unused: see
     `Ranks.saved`.
     """
-    limits, columns = settings.Settings(*o.settings), o.x if o.y is None else o.y
-    if not o.save:
+    limits, columns = settings.Settings(*o.settings), o.columns
+    if not o.save or o.teacher_scale is not None:
         return o.x.new_empty(0)
     if ranks == 0:
         size = saved_logits(o.x, columns, limits.workspace)
@@ -403,17 +421,29 @@ def saved_logits(x: Tensor, y: Tensor, limit: int) -> int:
 
 
 def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
-    """The matrix in the order of its ids, and its tiles."""
+    """The matrix, for the kernels in the order of its ids, and its tiles."""
     rows = Side(o.x, o.row_ids, o.ceiling, None, o.guide_x)
     cols = rows if o.y is None else Side(o.y, o.col_ids, None, None, o.guide_y)
     # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
     start = 0 if ranks is None else ranks.start
-    matrix = Matrix(rows, cols, o.diagonal, start, start, o.y is None)
-    if not all(backends.uses_kernels(t) for t in (o.x, o.guide_x, o.guide_y) if t is not None):
-        logits = saved if ranks is None else saved[:0]
-        tiles = partial(SoftmaxTiles, scale=o.scale, saved=logits)
-        return Sweep(matrix, Orders(), tiles, ranks, saved if len(saved) else None)
+    matrix, orders = Matrix(rows, cols, o.diagonal, start, start, o.y is None), Orders()
+    tiles: Any = SoftmaxTiles if o.teacher_scale is None else SoftTargetTiles
+    options: dict[str, Any] = {"scale": o.scale}
+    if o.teacher_scale is not None:
+        options["teacher_scale"] = o.teacher_scale
+    if all(backends.uses_kernels(t) for t in (o.x, o.guide_x, o.guide_y) if t is not None):
+        matrix, orders = sort_by_id(matrix)
+        tiles = _kernel_tiles(o)
+    elif o.teacher_scale is None:
+        options["saved"] = saved if ranks is None else saved[:0]
+    return Sweep(matrix, orders, partial(tiles, **options), ranks, saved if len(saved) else None)
+
+
+def _kernel_tiles(o: Operands) -> Any:
+    if o.teacher_scale is not None:
+        from megabatch.similarity.triton.soft_targets import SoftTargetKernelTiles
+
+        return SoftTargetKernelTiles
     from megabatch.similarity.triton.softmax import SoftmaxKernelTiles
 
-    tiles_on_gpu = partial(SoftmaxKernelTiles, scale=o.scale)
-    return Sweep(*sort_by_id(matrix), tiles_on_gpu, ranks, saved if len(saved) else None)
+    return SoftmaxKernelTiles

@@ -17,26 +17,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.matrix import Matrix
 
 #: float16 holds dS from 2^-24 to 2^16: the largest upstream gradient is scaled to this. At most six
 #: of them add up in one dS, and a probability of 1 / 4M is still a normal number.
 LARGEST_UPSTREAM = 4096.0
 
 
+class Numbers(NamedTuple):
+    """How many numbers a reduction keeps of a row."""
+
+    state: int
+    references: tuple[slice, ...]  #: places of the largest logits in a state
+    results: int
+    upstream: int
+
+
+#: Of log-sum-exps, without positives and with them, and of soft targets.
+NEGATIVES = Numbers(2, (slice(0, 1),), 1, 2)
+SPLIT = Numbers(6, (slice(0, 4, 2),), 4, 5)
+TARGETS = Numbers(10, (slice(0, 4, 2), slice(6, 10, 3)), 7, 5)
+
+
 def empty(numbers: int, size: int, like: Tensor) -> Tensor:
     """(numbers, size) for the statistics of `size` rows of features like `like`, uninitialised."""
     return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
-
-
-def new_results(size: int, has_positives: bool, like: Tensor) -> Tensor:
-    """The results of `size` rows, uninitialised."""
-    return empty(4 if has_positives else 1, size, like)
 
 
 def merge(states: Tensor) -> Tensor:
@@ -89,32 +99,13 @@ def _sums_end(state: Tensor) -> int:
     return 2 if len(state) == 2 else 4
 
 
-class SoftmaxStates:
-    """The part of `sweep.StateTiles` that is the same for every backend's tiles of log-sum-exps."""
-
-    x: Tensor
-    matrix: Matrix
-
-    def new_state(self, size: int) -> Tensor:
-        return empty(6 if self.matrix.has_positives else 2, size, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        state.zero_()
-        state[0 : _sums_end(state) : 2] = -math.inf
-        return state
-
-    def new_results(self, size: int) -> Tensor:
-        return new_results(size, self.matrix.has_positives, self.x)
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        packed[1::2] /= divisor
-        packed[4:] /= divisor
+def divide_upstream(packed: Tensor, divisor: Tensor) -> None:
+    """Divide the upstream gradients in a packed upstream, in place."""
+    packed[1::2] /= divisor
+    packed[4:] /= divisor
 
 
 # --- soft targets ---------------------------------------------------------------------------------
-
-#: Numbers of a row in a state, in the results, in an upstream.
-TARGET_STATE, TARGET_RESULTS, TARGET_UPSTREAM = 10, 7, 5
 
 
 def student_largest(state: Tensor) -> Tensor:
@@ -128,7 +119,7 @@ def finite(values: Tensor) -> Tensor:
 
 
 def merge_targets(parts: Tensor) -> Tensor:
-    """Several states (k, TARGET_STATE, size) of the same rows as one."""
+    """Several states (k, numbers, size) of the same rows as one."""
     out = parts.new_empty(parts.shape[1:])
     out[:6] = merge(parts[:, :6])
     out[6:8] = merge(parts[:, 6:8])
@@ -168,7 +159,7 @@ def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
     """
     negative, positive, _, _, _, teacher_negative, teacher_positive = results
     g_negative, g_positive, g_sum, _, g_targets = gradient[:5]
-    out = results.new_empty(TARGET_UPSTREAM, results.shape[1])
+    out = results.new_empty(TARGETS.upstream, results.shape[1])
     empty = negative == -math.inf
     share = (negative - torch.logaddexp(negative, positive)).exp()  # of the negatives: 1 - P
     share = share.masked_fill(empty, 0)
@@ -180,20 +171,3 @@ def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
     out[3] = g_targets
     out[4] = g_positive + g_sum + g_targets * (teacher_share - share)
     return out
-
-
-class TargetStates:
-    """The part of `sweep.StateTiles` that is the same for every backend's tiles of soft targets."""
-
-    x: Tensor
-
-    def new_state(self, size: int) -> Tensor:
-        return empty(TARGET_STATE, size, self.x)
-
-    def clear(self, state: Tensor) -> Tensor:
-        state.zero_()
-        state[[0, 2, 6, 9]] = -math.inf
-        return state
-
-    def new_results(self, size: int) -> Tensor:
-        return empty(TARGET_RESULTS, size, self.x)

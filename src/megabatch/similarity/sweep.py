@@ -8,126 +8,20 @@ results (`distributed/schedule`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch.similarity import states
 from megabatch.similarity.distributed import comm
+from megabatch.similarity.distributed.comm import Pending
 from megabatch.similarity.distributed.schedule import Ranks, Round
-from megabatch.similarity.eager import add_product
 from megabatch.similarity.matrix import Matrix, Orders, Side, restore, sort
 from megabatch.similarity.ops import new_gradient
-
-
-class Tiles(Protocol):
-    """The blocks of a matrix of x (m, d) against y (n, d), as a backend computes them.
-
-    Each reduction has two classes of tiles, in torch operations (`eager_softmax`, ...) and in
-    Triton kernels (`triton/`). An *upstream* is the statistics of a side that dS depends on; on a
-    rank it has the form that the tiles take, between ranks it is a tensor (k, rows).
-    """
-
-    x: Tensor
-    y: Tensor
-    m: int  #: rows of x; len(x) takes 1 us, and a step needs it often
-    n: int  #: rows of y
-    symmetric: bool  #: y is x: only the blocks on and above the diagonal are computed
-
-    def row_blocks(self) -> Iterator[slice]:
-        """Slices of the rows, one for each row of blocks."""
-        ...
-
-    def col_blocks(self, i: slice) -> Iterator[slice]:
-        """The columns of the blocks of rows `i`; if symmetric, those from the diagonal on."""
-        ...
-
-    def new_total(self, rows: int) -> Tensor:
-        """An uninitialised accumulator for the gradients of `rows` rows."""
-        ...
-
-    def gradient_block(self, i: slice, j: slice, rows: Any, cols: Any) -> Tensor | None:
-        """dS of a block, valid until the next call; None if no gradient of features is wanted.
-
-        `rows`, `cols`: the upstream of each side; None if there is none.
-        """
-        ...
-
-    def unpack_upstream(self, packed: Tensor | None) -> Any:
-        """The upstream of a side from the tensor that was sent."""
-        ...
-
-
-class StateTiles(Tiles, Protocol):
-    """Tiles of a reduction that keeps a running state for each row and each column: `states`."""
-
-    def new_state(self, size: int) -> Tensor:
-        """A state for `size` rows, (numbers, size), uninitialised."""
-        ...
-
-    def clear(self, state: Tensor) -> Tensor:
-        """Set it to the state before any column; returns it."""
-        ...
-
-    def forward(
-        self,
-        rows: Tensor,
-        cols: Tensor | None,
-        overwrite: tuple[bool, bool],
-        to_results: bool = False,
-    ) -> None:
-        """Merge all blocks into the states of the rows and, unless None, of the columns.
-
-        If symmetric, the columns' state is the rows' and `cols` is None. `overwrite`: the rows',
-        the columns' state is uninitialised.
-        """
-        ...
-
-    def merge(self, states: Tensor) -> Tensor:
-        """Several states (k, ...) of the same rows as one."""
-        ...
-
-    def new_results(self, size: int) -> Tensor:
-        """The results of `size` rows, (numbers, size), uninitialised."""
-        ...
-
-    def write_results(self, states: Tensor, out: Tensor) -> None:
-        """Write the results of several states (k, ...) of the same rows to `out`."""
-        ...
-
-    def make_upstream(self, results: Tensor, gradient: Tensor) -> Any:
-        """A side's upstream from its results and their upstream gradients."""
-        ...
-
-    def pack_upstream(self, upstream: Any) -> Tensor | None:
-        """An upstream as one tensor (k, rows), which is sent with the columns."""
-        ...
-
-    def upstream_divisor(self, rows: Any, cols: Any) -> Tensor | None:
-        """() divisor with which the upstream gradients fit dS's dtype; None: they fit without."""
-        ...
-
-    def divide_upstream(self, packed: Tensor, divisor: Tensor) -> None:
-        """Divide the upstream gradients in a packed upstream, in place."""
-        ...
-
-    def write_grad(
-        self,
-        total: Tensor,
-        side: str,
-        rows: slice,
-        factor: Tensor,
-        scale_grad_part: bool,
-        out: Tensor | None,
-    ) -> Tensor | None:
-        """out = factor * total in out's dtype; <features, total> if `scale_grad_part`.
-
-        `total` belongs to these `rows` of the features of `side`, "x" or "y".
-        """
-        ...
+from megabatch.similarity.tiles import StateTiles, Tiles
 
 
 class Sweep(NamedTuple):
@@ -212,44 +106,36 @@ def _places(sweep: Sweep) -> tuple[Tensor | None, Tensor | None]:
 # --- gradients ------------------------------------------------------------------------------------
 
 
-class SideGradient(NamedTuple):
-    """One side's results, and their upstream gradient, None if there is none."""
-
-    results: Tensor
-    gradient: Tensor | None
-
-
 def gradients(
     sweep: Sweep,
     scale: Tensor,
-    sides: tuple[SideGradient, SideGradient],
-    need: tuple[bool, bool, bool],
+    results: Sequence[Tensor],
+    upstream: Sequence[Tensor | None],
+    need: tuple[bool, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, y and the scale for the results of `reduce`, empty if not needed.
 
     In a group, the scale's gradient is the mean over ranks, which saves the operators of
     `means.replicated`.
+
+    Args:
+        results, upstream: of the rows and of the columns; None if there is no gradient.
     """
     own, orders, symmetric = sweep.make(sweep.matrix), sweep.orders, sweep.matrix.symmetric
     need_x, need_y, need_scale = need[0], need[1] and not symmetric, need[2]
     x, y = sweep.matrix.rows.features, sweep.matrix.cols.features
-    out = {"x": new_gradient(x, need_x, x), "y": new_gradient(y, need_y, x)}
-    rows = _upstream(own, sides[0], orders.rows)
-    cols = rows if symmetric else _upstream(own, sides[1], orders.cols)
-    divisor = _normalize(own, rows, None if symmetric else cols, sweep.ranks)
+    dx, dy = new_gradient(x, need_x, x), new_gradient(y, need_y, x)
+    rows, cols = (
+        None if gradient is None else own.make_upstream(sort(side, o, 1), sort(gradient, o, 1))
+        for side, gradient, o in zip(results, upstream, orders, strict=True)
+    )
+    divisor = _normalize(own, rows, cols, sweep.ranks)
     factor = scale if divisor is None else scale * divisor
-    # The scale's gradient comes with dx, or with dy if x is frozen.
-    with_x = need_x or not need_y
-    needed = {"x": need_x, "y": need_y}
-    parts: list[Tensor] = []  # of the scale's gradient
-    for side, part, total in products(sweep, own, with_x, need_y, rows, cols):
-        target = out[side][part] if needed[side] else None
-        with_scale = need_scale and with_x == (side == "x")
-        found = own.write_grad(total, side, part, factor, with_scale, target)
-        parts.extend([] if found is None else [found])
-        del total  # before the next one is made
-    dx = restore(out["x"], orders.rows if need_x else None, 0)
-    dy = restore(out["y"], orders.cols if need_y else None, 0)
+    sides = rows, rows if symmetric else cols
+    out = dx if need_x else None, dy if need_y else None
+    parts = write_products(sweep, own, factor, out, need_scale, sides)
+    dx = restore(dx, orders.rows if need_x else None, 0)
+    dy = restore(dy, orders.cols if need_y else None, 0)
     if not need_scale:
         return dx, dy, x.new_empty(0)
     # One launch less if there is one part.
@@ -263,54 +149,74 @@ def gradients(
     return dx, dy, dscale
 
 
-def _upstream(own: StateTiles, side: SideGradient, order: Tensor | None) -> Any:
-    if side.gradient is None:
-        return None
-    return own.make_upstream(sort(side.results, order, 1), sort(side.gradient, order, 1))
-
-
 def _normalize(own: StateTiles, rows: Any, cols: Any, ranks: Ranks | None) -> Tensor | None:
     """Rescale the upstreams in place to fit float16; returns the factor that undoes it, or None.
 
     It is the same on all ranks, since their gradients are added up.
     """
-    divisor = own.upstream_divisor(rows, cols)
-    if ranks is not None and own.x.dtype == torch.float16:
-        divisor = own.x.new_zeros((), dtype=torch.float32) if divisor is None else divisor
-        comm.all_reduce(divisor, ranks.name, ranks.operation, dist.ReduceOp.MAX)
-    if divisor is None:
+    if not own.half_ds:
         return None
+    sides = [packed for packed in map(own.pack_upstream, (rows, cols)) if packed is not None]
+    divisor = states.upstream_divisor(sides)
+    if divisor is None:
+        divisor = own.x.new_zeros((), dtype=torch.float32)
+    if ranks is not None:
+        comm.all_reduce(divisor, ranks.name, ranks.operation, dist.ReduceOp.MAX)
     divisor = torch.where(divisor == 0, torch.ones_like(divisor), divisor)
-    for packed in map(own.pack_upstream, (rows, cols)):
-        if packed is not None:
-            own.divide_upstream(packed, divisor)
+    for packed in sides:
+        states.divide_upstream(packed, divisor)
     return divisor
 
 
+def write_products(
+    sweep: Sweep,
+    own: Tiles,
+    factor: Tensor,
+    out: tuple[Any, Any],
+    need_scale: bool,
+    upstream: tuple[Any, Any] = (None, None),
+) -> list[Tensor]:
+    """Write the gradients of x and y, `factor` times the sums of `products`, to `out`.
+
+    Those that are None are not wanted. Returns parts of the scale's gradient, if it is.
+    """
+    # It comes with dx, or with dy if x is frozen.
+    with_x = out[0] is not None or (need_scale and out[1] is None)
+    parts: list[Tensor] = []
+    for side, part, total in products(sweep, own, with_x, out[1] is not None, upstream):
+        first = side == "x"
+        target = out[0 if first else 1]
+        found = own.write_grad(total, side, part, factor, need_scale and with_x == first, target)
+        parts.extend([] if found is None else [found])
+        del total  # before the next one is made
+    return parts
+
+
 def products(
-    sweep: Sweep, own: Any, x: bool, y: bool, rows: Any = None, cols: Any = None
+    sweep: Sweep, own: Tiles, x: bool, y: bool, upstream: tuple[Any, Any] = (None, None)
 ) -> Iterator[tuple[str, slice, Tensor]]:
     """Sweep all blocks once for the sums of dS y and dSᵀ x of this rank's rows and columns.
 
     Args:
         own: tiles of the sweep's matrix.
         x, y: whether the sums of each side are wanted; if symmetric, x's alone.
-        rows, cols: the upstreams of this rank's rows and columns (if symmetric, the same).
+        upstream: those of this rank's rows and columns (if symmetric, the same).
 
     Yields:
         ("x" or "y", rows of that side, their sums), as soon as they are complete.
     """
+    rows, cols = upstream
     if sweep.ranks is not None:
-        yield from _products_of_ranks(sweep, own, x, y, rows, cols)
+        yield from _products_of_ranks(sweep, sweep.ranks, own, x, y, rows, cols)
     elif own.symmetric:
         total = own.new_total(own.m)
-        add_products(own, rows, rows, total, total, (True, True))
+        own.add_products(rows, rows, total, total, (True, True))
         yield "x", slice(0, own.m), total
     else:  # a strip of rows is complete after its blocks
         dy = own.new_total(own.n) if y else None
         for i in own.row_blocks():
             strip = own.new_total(i.stop - i.start) if x else None
-            add_strip(own, i, rows, cols, strip, dy, (True, i.start == 0))
+            own.add_strip(i, rows, cols, strip, dy, (True, i.start == 0))
             if strip is not None:
                 yield "x", i, strip
             del strip  # before the next strip's is made
@@ -319,10 +225,9 @@ def products(
 
 
 def _products_of_ranks(
-    sweep: Sweep, own: Any, x: bool, y: bool, rows: Any, cols: Any
+    sweep: Sweep, ranks: Ranks, own: Tiles, x: bool, y: bool, rows: Any, cols: Any
 ) -> Iterator[tuple[str, slice, Tensor]]:
-    ranks, symmetric, filled = sweep.ranks, own.symmetric, sweep.saved is not None
-    assert ranks is not None
+    symmetric, filled = own.symmetric, sweep.saved is not None
     saved_rows, saved_cols = _places(sweep)
     row_side, col_side = _sides(sweep, own)
     row_side = row_side._replace(upstream=own.pack_upstream(rows))
@@ -332,27 +237,37 @@ def _products_of_ranks(
     dx = own.new_total(ranks.rows.size) if x else None
     if symmetric and dx is not None:
         dx.zero_()
-        add_products(own, rows, rows, dx, dx, (False, False))
+        own.add_products(rows, rows, dx, dx, (False, False))
     overwrite = (not symmetric, not symmetric)
-    summing, at = None, slice(0, 0)  # the previous round's sums, on their way to their ranks
-    for each in chain(rounds, [None]):
-        dy = None
-        if each is not None:
-            dy = own.new_total(each.layout.size) if y or symmetric else None
-            if symmetric and dy is not None:  # some of its columns are other ranks' work
-                dy.zero_()
-            _add_round(sweep, each, arriving.wait(), rows, dx, dy, overwrite)
-            overwrite = (False, overwrite[1])
-        elif dx is not None and not symmetric:  # during the last transfer of y's sums
-            yield "x", slice(0, own.m), ranks.rows.sum(dx).wait()
-        if summing is not None and not symmetric:
-            yield "y", at, summing.wait()
-        elif summing is not None and dx is not None:
-            dx[at] += summing.wait()
-        if each is not None and dy is not None:
-            summing, at = each.layout.sum(dy), each.own
+    summing: tuple[slice, Pending] | None = None  # the previous round's sums, on their way
+    for each in rounds:
+        dy = own.new_total(each.layout.size) if y or symmetric else None
+        if symmetric and dy is not None:  # some of its columns are other ranks' work
+            dy.zero_()
+        _add_round(sweep, each, arriving.wait(), rows, dx, dy, overwrite)
+        overwrite = (False, overwrite[1])
+        yield from _arrived(summing, dx if symmetric else None)
+        summing = None if dy is None else (each.own, each.layout.sum(dy))
+        del dy  # before the next one is made
+    del each  # with its columns, before x's gradient is written
+    if dx is not None and not symmetric:  # during the last transfer of y's sums
+        yield "x", slice(0, own.m), ranks.rows.sum(dx).wait()
+    yield from _arrived(summing, dx if symmetric else None)
     if dx is not None and symmetric:
         yield "x", slice(0, own.m), dx
+
+
+def _arrived(
+    summing: tuple[slice, Pending] | None, dx: Tensor | None
+) -> Iterator[tuple[str, slice, Tensor]]:
+    """The sums of a round's columns; with `dx`, where x is y, they are added to it instead."""
+    if summing is None:
+        return
+    at, total = summing[0], summing[1].wait()
+    if dx is None:
+        yield "y", at, total
+    else:
+        dx[at] += total
 
 
 def _add_round(
@@ -372,46 +287,5 @@ def _add_round(
             rows = tiles.unpack_upstream(row_side.narrow(i).upstream)
         cols = tiles.unpack_upstream(col_side.upstream)
         sums = None if dx is None else dx[i], None if dy is None else dy[j]
-        add_products(tiles, rows, cols, *sums, overwrite)
+        tiles.add_products(rows, cols, *sums, overwrite)
         overwrite = (False, overwrite[1])
-
-
-def add_products(
-    tiles: Tiles,
-    rows: Any,
-    cols: Any,
-    dx: Tensor | None,
-    dy: Tensor | None,
-    overwrite: tuple[bool, bool],
-) -> None:
-    """Add dS y of all rows to dx and dSᵀ x of all columns to dy.
-
-    If symmetric, dx and dy are the same. `overwrite`: dx, dy are uninitialised.
-    """
-    if tiles.m == 0 or tiles.n == 0:  # no block writes them
-        for total, new in zip((dx, dy), overwrite, strict=True):
-            if new and total is not None:
-                total.zero_()
-    for i in tiles.row_blocks():
-        strip = None if dx is None else dx[i]
-        add_strip(tiles, i, rows, cols, strip, dy, (overwrite[0], overwrite[1] and i.start == 0))
-
-
-def add_strip(
-    tiles: Tiles,
-    i: slice,
-    rows: Any,
-    cols: Any,
-    dx: Tensor | None,
-    dy: Tensor | None,
-    overwrite: tuple[bool, bool],
-) -> None:
-    """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns."""
-    for j in tiles.col_blocks(i):
-        ds = tiles.gradient_block(i, j, rows, cols)
-        if ds is None:
-            continue
-        if dy is not None and not (tiles.symmetric and i == j):
-            add_product(dy[j], ds.T, tiles.x[i], overwrite[1])
-        if dx is not None:
-            add_product(dx, ds, tiles.y[j], overwrite[0] and j.start == 0)

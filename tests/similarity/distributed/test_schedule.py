@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megabatch import ClipLoss, SigLipLoss, similarity
-from megabatch.similarity import settings, sweep
+from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, layout, schedule
 from megabatch.similarity.distributed.comm import Pending
 from megabatch.similarity.eager_sigmoid import SigmoidTiles
@@ -157,9 +157,12 @@ def test_the_watchdog_is_told_of_every_transfer(world: World) -> None:
 # --- when -----------------------------------------------------------------------------------------
 
 
-def tiles_recorded(patch: pytest.MonkeyPatch, log: list[str], **names: str) -> None:
+def tiles_recorded(
+    patch: pytest.MonkeyPatch, log: list[str], wait: bool = True, **names: str
+) -> None:
     """Write when a rank waits, and when it begins to compute what `names` of the tiles' methods."""
-    patch.setattr(Pending, "wait", recorded(log, "wait", Pending.wait))
+    if wait:
+        patch.setattr(Pending, "wait", recorded(log, "wait", Pending.wait))
     for method, name in names.items():
         patch.setattr(SoftmaxTiles, method, recorded(log, name, getattr(SoftmaxTiles, method)))
 
@@ -172,7 +175,7 @@ def test_transfers_of_a_round_overlap_the_computation_of_others(world: World) ->
             rows, columns = similarity.logsumexp(x, y)
             assert columns is not None
             done = recorded_transfers(patch)
-            patch.setattr(sweep, "add_strip", recorded(done, "compute", sweep.add_strip))
+            tiles_recorded(patch, done, add_strip="compute", wait=False)
             (rows.sum() + columns.sum()).backward()
         steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
         round_ = ["all_gather", "compute", "reduce_scatter"]

@@ -67,7 +67,7 @@ def test_opcheck(name: str, dtype: torch.dtype) -> None:
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     for sides, diagonal in (((None, None), "paired"), ((ids, ids), "plain")):
         if name == "logsumexps":
-            rest = (None, None, None, "plain", True, True, "logsumexp", "x", "", own)
+            rest = (*[None] * 4, "plain", True, True, "logsumexp", "", own)
             arguments = (x, y, scale, *sides, *rest)
         else:
             arguments = (x, y, scale, bias, *sides, *[None] * 5, diagonal, *[True] * 4, "", own)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
 from megabatch.similarity.matrix import PAIRED, Matrix
+from megabatch.similarity.tiles import State, Tiles
 from megabatch.similarity.triton.blocking import TILE, block_shape, cdiv, padded, product_strips
 from megabatch.similarity.triton.launch import Kernel
 from megabatch.similarity.triton.tiles import (
@@ -24,8 +25,10 @@ from megabatch.similarity.triton.tiles import (
 )
 
 
-class KernelTiles:
-    """The blocks of a matrix on one GPU; see `sweep.Tiles`."""
+class KernelTiles(Tiles):
+    """The blocks of a matrix on one GPU."""
+
+    divide = staticmethod(product_strips)
 
     def __init__(self, matrix: Matrix, scale: Tensor) -> None:
         rows, cols = matrix.rows, matrix.cols
@@ -34,7 +37,7 @@ class KernelTiles:
         (self.m, self.width), self.n = x.shape, y.shape[0]
         self.features = x  #: as given, not padded
         self._operands = Features(x, y)
-        self.x: Tensor = self._operands.x
+        self.x = self._operands.x
         self.y, self.d = self._operands.y, self._operands.d
         self._guide: Features | None = None
         if rows.guide is not None and cols.guide is not None:
@@ -42,24 +45,9 @@ class KernelTiles:
         shape = self.m, self.n, self.width, x.element_size()
         limit = settings.workspace(x)
         self.block_rows, self.block_cols = block_shape(*shape, self.symmetric, limit)
+        self.half_ds = x.dtype == torch.float16
         self._ranges = ranges_of(rows.ids), ranges_of(cols.ids)
         self._ds: Tensor | None = None
-
-    def row_blocks(self) -> Iterator[slice]:
-        """The rows in parts."""
-        return product_strips(self.m, self.block_rows)
-
-    def col_blocks(self, i: slice) -> Iterator[slice]:
-        """The columns of the blocks of rows `i`; if symmetric, those from the diagonal on."""
-        for j in product_strips(self.n, self.block_cols):
-            if not self.symmetric or j.start >= i.start:
-                yield j
-
-    def new_total(self, rows: int) -> Tensor:
-        """An accumulator for the gradients of `rows` rows; zeros if no block will write to it."""
-        if self.m == 0 or self.n == 0:
-            return self.x.new_zeros((rows, self.d), dtype=torch.float32)
-        return self._empty(rows, self.d)
 
     def _empty(self, *shape: int) -> Tensor:
         return self.x.new_empty(shape, dtype=torch.float32)
@@ -149,15 +137,6 @@ def block_kernel(function: Callable[..., None]) -> Kernel:
     It takes less time to read arguments from a block than to pass them by keyword.
     """
     return Kernel(function, Block.NAMES)
-
-
-class State(NamedTuple):
-    """The running state of one side of a block, on the host and inside kernels: see `states`."""
-
-    numbers: Any
-    stride: Any
-    is_first: Any  #: whether the block is the side's first one: `numbers` is uninitialised
-    is_last: Any  #: whether it is the last one, which leaves the results
 
 
 class Upstream(NamedTuple):

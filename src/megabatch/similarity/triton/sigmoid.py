@@ -15,8 +15,8 @@ are stored as p = a + b + ab. Adding the 1 would lose small terms: at SigLIP's f
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
@@ -24,10 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.eager_sigmoid import DeferredGrad, SigmoidCall
+from megabatch.similarity.eager_sigmoid import Deferred, SigmoidCall
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.slices import within
-from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv, product_strips
+from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv
 from megabatch.similarity.triton.blocks import (
     KernelTiles,
     block_kernel,
@@ -64,12 +63,12 @@ LARGE = 8192
 
 
 class SigmoidKernelTiles(KernelTiles):
-    """See `sweep.Tiles`; `gradient_block` also adds the block's losses to `sums`."""
+    """Tiles whose `gradient_block` also adds the block's losses to `sums`."""
 
     def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
         super().__init__(matrix, call.scale)
-        self.call, self._sums = call, sums
+        self.call, self._sums, self.bounds = call, sums, call.bounds
         self._row_ranges: list[Tensor | None] = []
         ids = matrix.rows.ids
         if len(call.bounds) > 2 and ids is not None:
@@ -92,16 +91,6 @@ class SigmoidKernelTiles(KernelTiles):
         rows, _ = block_shape(1, 1, x.shape[1], x.element_size(), False, settings.workspace(x))
         tiles = cdiv(rows, TILE) * cdiv(max(GROUP, limit // rows), TILE)
         return x.new_zeros((ranks, 3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
-
-    def row_blocks(self) -> Iterator[slice]:
-        """See `sweep.Tiles`; a block has rows of one rank."""
-        return within(self.call.bounds, lambda rows: product_strips(rows, self.block_rows))
-
-    def unpack_upstream(self, packed: Tensor | None) -> None:
-        """None: a pair's gradient needs no statistic of its row or column."""
-
-    def pack_upstream(self, upstream: object) -> None:
-        """None: only features and ids are sent."""
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         ds = self._workspace(i, j) if self.call.need.features else None
@@ -141,26 +130,16 @@ class SigmoidKernelTiles(KernelTiles):
         factor = self.call.scale / (divisor * self.gain)
         return factor if self.call.weight_divisor is None else factor * self.call.weight_divisor
 
-    def defer_grad(
-        self,
-        total: Tensor,
-        side: str,
-        part: slice,
-        factor: Tensor,
-        out: DeferredGrad,
-        rows: Tensor | slice,
-        scale_grad_part: bool,
+    def write_grad(
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
-        """Write factor * total to these rows of `out`; <features, total> if `scale_grad_part`.
-
-        `total` belongs to `part` of the features of `side`, "x" or "y".
-        """
-        features = (self.x if side == "x" else self.y)[part] if scale_grad_part else None
-        values, order = out.values, None if isinstance(rows, slice) else rows
+        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
+        values, place = out.values, out.place(rows)
+        order = None if isinstance(place, slice) else place
         row_scale = out.row_scale if len(out.row_scale) else None
-        if isinstance(rows, slice):
-            values = values[rows]
-            row_scale = None if row_scale is None else row_scale[rows]
+        if isinstance(place, slice):
+            values = values[place]
+            row_scale = None if row_scale is None else row_scale[place]
         parts = scale_rows(
             total, values, factor, values.shape[1], features=features, order=order,
             row_scale=row_scale, choose=row_scale is not None, gain=self.gain,
@@ -171,9 +150,9 @@ class SigmoidKernelTiles(KernelTiles):
         return found if self.call.weight_divisor is None else found * self.call.weight_divisor
 
 
-def write_deferred(deferred_grad: DeferredGrad, out: Tensor, factor: Tensor, divisor: int) -> None:
+def write_deferred(deferred_grad: Deferred, out: Tensor, factor: Tensor, divisor: int) -> None:
     """out = deferred_grad * factor * divisor, with the scale of each row."""
-    values, row_scale = deferred_grad
+    values, row_scale, _ = deferred_grad
     scale_rows(
         values, out, factor, out.shape[1], divisor, row_scale=row_scale if len(row_scale) else None
     )

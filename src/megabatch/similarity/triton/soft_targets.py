@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.states import TargetStates
+from megabatch.similarity.tiles import State
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.blocks import State, Upstream, block_kernel, new_descriptor
+from megabatch.similarity.triton.blocks import Upstream, block_kernel, new_descriptor
 from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.softmax import (
     SoftmaxKernelTiles,
@@ -62,18 +62,14 @@ TEACHER_LOWEST = tl.constexpr(2.0**-75)
 P = tl.constexpr(16)
 
 
-class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
+class SoftTargetKernelTiles(SoftmaxKernelTiles):
     """See `sweep.StateTiles`; an upstream is an `Upstream`."""
 
     _lses = 2
 
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
         super().__init__(matrix, scale)
-        self.teacher_scale = teacher_scale
-
-    @property
-    def _results(self) -> int:
-        return states.TARGET_RESULTS
+        self.numbers, self.teacher_scale = states.TARGETS, teacher_scale
 
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
         config = launch_config("soft_targets", self.features)
@@ -127,7 +123,7 @@ class SoftTargetKernelTiles(TargetStates, SoftmaxKernelTiles):
 
         At a finite one an exponential could overflow, and infinity times 0 is NaN.
         """
-        packed = self._empty(states.TARGET_UPSTREAM, size).zero_()
+        packed = self._empty(states.TARGETS.upstream, size).zero_()
         packed[0:3:2] = torch.inf
         return Upstream.of(packed, self._lses)
 
@@ -137,7 +133,7 @@ def _in_base(state: Tensor, factor: tl.constexpr) -> Tensor:
 
     `factor`: LN2 for base e, LOG2E for base 2.
     """
-    factors = state.new_ones(states.TARGET_STATE, 1)
+    factors = state.new_ones(states.TARGETS.state, 1)
     factors[[0, 2, 6, 8, 9]] = factor.value
     return state * factors
 

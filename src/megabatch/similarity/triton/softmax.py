@@ -28,19 +28,18 @@ positive, the same two over positives, and the upstream gradient of their sum of
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.slices import strips
-from megabatch.similarity.states import SoftmaxStates
+from megabatch.similarity.tiles import State, StateTiles
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import (
     KernelTiles,
-    State,
     Upstream,
     block_kernel,
     by_last_tile,
@@ -79,8 +78,8 @@ MERGED_ROWS = 256
 SPREAD = tl.constexpr(80.0)
 
 
-class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
-    """See `sweep.StateTiles`; an upstream is an `Upstream`."""
+class SoftmaxKernelTiles(StateTiles, KernelTiles):
+    """Tiles whose upstream is an `Upstream`."""
 
     _lses = 1  #: of an upstream, whose spread in a tile counts
 
@@ -89,16 +88,12 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         if rows.ceiling is not None:
             matrix = matrix._replace(rows=rows._replace(ceiling=rows.ceiling.contiguous()))
         super().__init__(matrix, scale)
+        self.numbers = states.SPLIT if matrix.has_positives else states.NEGATIVES
+        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
+        step = self.block_rows if self.symmetric else 2 * self.block_rows
+        self.forward_blocks = step, step
 
     # --- forward ----------------------------------------------------------------------------
-
-    @property
-    def _results(self) -> int:
-        """Numbers of a row's results."""
-        return 4 if self.matrix.has_positives else 1
-
-    def results(self, state: Tensor) -> Tensor:
-        return state[: self._results]  # as the last block left them
 
     def forward(
         self,
@@ -107,34 +102,8 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         overwrite: tuple[bool, bool],
         to_results: bool = False,
     ) -> None:
-        m, n, symmetric = self.m, self.n, self.symmetric
-        if m == 0 or n == 0:
-            self._without_pairs(rows, cols, overwrite, to_results)
-        # The forward pass's workspace is one sum per tile and row: larger blocks fit.
-        step = self.block_rows if symmetric else 2 * self.block_rows
-        for i, j in ((i, j) for i in strips(m, step) for j in strips(n, step)):
-            if symmetric and j.start < i.start:
-                continue
-            # Above the diagonal, a block's columns are rows further down.
-            mirrored = symmetric and i != j
-            first, last = overwrite[0] and j.start == 0, to_results and j.stop == n
-            row_state = State(rows[:, i], rows.stride(0), int(first), int(last))
-            col_state, other = None, rows if mirrored else cols
-            if other is not None:
-                first = overwrite[0 if symmetric else 1] and i.start == 0
-                last = to_results and not mirrored and i.stop == m
-                col_state = State(other[:, j], other.stride(0), int(first), int(last))
-            self._forward_block(i, j, row_state, col_state)
-
-    def _without_pairs(
-        self, rows: Tensor, cols: Tensor | None, overwrite: tuple[bool, bool], to_results: bool
-    ) -> None:
-        """Write the states that no block writes."""
-        for state, new in zip((rows, cols), overwrite, strict=True):
-            if new and state is not None:
-                self.clear(state)
-            if to_results and state is not None:
-                self.write_results(state[None].clone(), self.results(state))
+        for block in self.blocks_with_states(rows, cols, overwrite, to_results):
+            self._forward_block(*block)
 
     def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
         config = launch_config("forward", self.features)
@@ -198,11 +167,6 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
     def pack_upstream(self, upstream: Upstream | None) -> Tensor | None:
         return None if upstream is None else upstream.packed
 
-    def upstream_divisor(self, rows: Upstream | None, cols: Upstream | None) -> Tensor | None:
-        if self.x.dtype != torch.float16:
-            return None
-        return states.upstream_divisor([side.packed for side in (rows, cols) if side is not None])
-
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
     ) -> Tensor:
@@ -229,17 +193,12 @@ class SoftmaxKernelTiles(SoftmaxStates, KernelTiles):
         return ds
 
     def write_grad(
-        self,
-        total: Tensor,
-        side: str,
-        rows: slice,
-        factor: Tensor,
-        scale_grad_part: bool,
-        out: Tensor | None,
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
+        out = None if out is None else out[rows]
         # The gradient of features that are stored by columns is stored so too.
         target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
-        features = (self.x if side == "x" else self.y)[rows] if scale_grad_part else None
+        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
         parts = scale_rows(total, target, factor, self.width, features=features)
         if out is not None and target is not None and target is not out:
             out.copy_(target)
