@@ -183,13 +183,14 @@ def evaluate(run: Path, test: Path, device: str) -> dict[str, Any]:
     began = time.perf_counter()
     towers = open_run(run, trust=True).towers
     towers.module.to(device)
-    scored = score(Encoder(towers, device), pairs_task("icons", CaptionedPairs(GreyPairs(test))))
+    task = pairs_task("icons", CaptionedPairs(GreyPairs(test)))
+    entry, _ = score(Encoder(towers, device), task)
     return {
         "parameters": sum(p.numel() for p in towers.module.parameters()),
-        "evaluated_images": len(scored.matched.indices),
-        "evaluated_texts": len(scored.matched.texts),
-        "recall": scored.figures["model"],
-        "chance": scored.figures["chance"],
+        "evaluated_images": entry["images"],
+        "evaluated_texts": entry["texts"],
+        "recall": entry["model"],
+        "chance": entry["chance"],
         "evaluation_seconds": round(time.perf_counter() - began, 1),
     }
 

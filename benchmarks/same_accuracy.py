@@ -157,8 +157,8 @@ def measure(
         encoder = Encoder(setup.towers, str(world.device))
         setup.towers.module.eval()
         for name, test in tests.items():
-            scored = score(encoder, pairs_task(name, CaptionedPairs(test)))
-            figures[name] = {kind: scored.figures[kind] for kind in ("model", "chance")}
+            entry, _ = score(encoder, pairs_task(name, CaptionedPairs(test)))
+            figures[name] = {kind: entry[kind] for kind in ("model", "chance")}
     return {
         "losses": losses,
         "tests": figures,

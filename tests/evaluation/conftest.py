@@ -30,7 +30,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Maps of few points: t-SNE takes most of a second for the usual number."""
-    monkeypatch.setattr("megabatch.evaluation.report.similarities._MAPPED", 10)
+    monkeypatch.setattr("megabatch.evaluation.report.content._MAPPED", 10)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def glyphs_evaluated_once(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        patch.setattr("megabatch.evaluation.report.similarities._MAPPED", 10)
+        patch.setattr("megabatch.evaluation.report.content._MAPPED", 10)
         patch.setattr("megabatch.evaluation.run.load_glyphs", lambda: small_glyphs)
         assert main(["eval", str(folder), "--batch-size", "256"]) == 0
     torch.set_num_threads(threads)

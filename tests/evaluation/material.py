@@ -32,7 +32,7 @@ class ImageList:
 
 
 def image_features(encoder: Encoder, images: Sequence[Any]) -> Tensor:
-    return encoder.embed(ImageList(images)).features
+    return encoder.embed(ImageList(images), "images").features
 
 
 def picture(kind: int, seed: int) -> Image.Image:

@@ -9,7 +9,7 @@ from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
 from megabatch.data.pairs import BadSample
-from megabatch.errors import OutOfMemory
+from megabatch.errors import OutOfMemory, UsageError
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.samples import Sample
 from megabatch.models import Towers, create
@@ -72,31 +72,39 @@ def test_half_precision_gives_nearly_the_same_in_float32(towers: Towers, precisi
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_skipped_and_counted(towers: Towers, workers: int) -> None:
-    got = Encoder(towers, batch_size=4, workers=workers).embed(SomeBad())
+    got = Encoder(towers, batch_size=4, workers=workers).embed(SomeBad(), "some")
     assert got.indices == [1, 2, 4, 5, 7, 8]
     assert got.targets == [f"caption {i % 2}" for i in got.indices]
-    assert got.skipped == {"undecodable image": 1, "empty caption": 3}
+    assert got.left_out()["skipped"] == {"undecodable image": 1, "empty caption": 3}
+    first = {"undecodable image": "sample 0", "empty caption": "sample 3"}
+    assert got.left_out()["skipped_first"] == first
     shades = [Image.new("L", (32, 32), 20 * i) for i in got.indices]
     alone = image_features(Encoder(towers), shades)
     torch.testing.assert_close(got.features, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_batch_of_bad_samples_alone_leaves_nothing(towers: Towers) -> None:
-    got = Encoder(towers, batch_size=1).embed(SomeBad())
+    got = Encoder(towers, batch_size=1).embed(SomeBad(), "some")
     assert got.indices == [1, 2, 4, 5, 7, 8]
 
 
-def test_nothing_gives_no_features(towers: Towers) -> None:
-    assert image_features(Encoder(towers), []).shape == (0, towers.embed_dim)
+def test_samples_none_of_which_is_usable_are_refused(towers: Towers) -> None:
+    class AllBad(SomeBad):
+        def __getitem__(self, index: int) -> Sample[str]:
+            return super().__getitem__(0 if index else 3)
+
+    message = r"^bad: none of 10 samples is usable: 1 × empty .* 9 × undec.*\(first: sample 0\)$"
+    with pytest.raises(UsageError, match=message):
+        Encoder(towers).embed(AllBad(), "bad")
 
 
 def test_how_far_it_is_is_told_and_timed(towers: Towers) -> None:
     told: list[str] = []
     encoder = Encoder(towers, batch_size=4, report=told.append)
-    encoder.embed(SomeBad())
-    assert told == ["4 of 10 images", "8 of 10 images", "10 of 10 images"]
-    assert encoder.pace.images == 6
-    assert encoder.pace.images_per_second > 0
+    encoder.embed(SomeBad(), "some")
+    assert told == [f"some: {n} of 10 images" for n in (4, 8, 10)]
+    assert encoder.images == 6
+    assert encoder.seconds > 0
 
 
 def test_batches_that_are_too_large_are_told_in_a_sentence(towers: Towers) -> None:

@@ -14,10 +14,9 @@ from safetensors.torch import save_file
 from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
 from megabatch.evaluation import classification
-from megabatch.evaluation.answers import Answers
 from megabatch.evaluation.config import EvalConfig
-from megabatch.evaluation.report import similarities
-from megabatch.evaluation.retrieval import metrics_by_answers
+from megabatch.evaluation.report import content
+from megabatch.evaluation.retrieval import answers_by_pairs, metrics_by_answers
 from megabatch.evaluation.run import evaluate
 from megabatch.evaluation.tasks import pixel_neighbour_recalls
 from megabatch.models import create
@@ -33,7 +32,7 @@ def test_retrieval_over_processes_equals_one_process(world: World) -> None:
     parts = [world.shard(t, s) for t, s in ((x, [900, 400]), (y, [0, 700]))]
     ids = [world.shard(t, s) for t, s in ((x_ids, [900, 400]), (y_ids, [0, 700]))]
     assert retrieval_metrics(*parts, x_ids=ids[0], y_ids=ids[1]) == expected
-    right = Answers.by_pairs(torch.arange(900) % 650, torch.arange(900) % 660, 1300, 700)
+    right = answers_by_pairs(torch.arange(900) % 650, torch.arange(900) % 660, 1300, 700)
     assert metrics_by_answers(x, y, right, ks=(1, 5), group=None) == metrics_by_answers(
         x, y, right, ks=(1, 5)
     )
@@ -68,10 +67,10 @@ def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
         "batch_size": 32,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)  # takes a second
+        patch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)
         alone = evaluate(EvalConfig(**settings, output=folder / "alone"), group="local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(similarities, "_MAPPED", 10)  # t-SNE of more points takes a second
+        patch.setattr(content, "_MAPPED", 10)  # t-SNE of more points takes a second
         patch.setattr(classification, "_ROWS", 16)
         both = evaluate(EvalConfig(**settings, output=folder / "both"))
     pairs = alone["retrieval"]["pairs"]
@@ -115,7 +114,9 @@ def test_other_files_or_settings_on_one_process_are_refused(world: World) -> Non
     settings: dict[str, Any] = {"output": world.folder / "out", "val_data": "pairs/pairs.csv"}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tables[world.rank].parents[1])
-        with pytest.raises(UsageError, match=r"^samples of .* task 1: 4 on rank 1, 3 on rank 0;"):
+        with pytest.raises(
+            UsageError, match=r"^samples of .* tasks: \[4\] on rank 1, \[3\] on rank 0;"
+        ):
             evaluate(EvalConfig(model="glyph-small", **settings))
         patch.chdir(tables[0].parents[1])
         with pytest.raises(UsageError, match=r"^--batch-size: 8 on rank 1, 7 on rank 0; expected"):

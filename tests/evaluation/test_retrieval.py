@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megabatch.evaluation import answers, chance_metrics, retrieval_metrics
-from megabatch.evaluation.answers import Answers, Right, place
+from megabatch.evaluation import chance_metrics, retrieval, retrieval_metrics
 from megabatch.evaluation.retrieval import (
+    answers_by_ids,
+    answers_by_pairs,
     chance_by_answers,
     expected_recalls,
     metrics_by_answers,
+    place,
 )
 
 
@@ -186,11 +188,11 @@ def test_blocks_do_not_change_the_figures(monkeypatch: pytest.MonkeyPatch) -> No
     x_ids, y_ids = torch.randint(0, 9, (70,)), torch.randint(-1, 9, (50,))
     x_ids[:5] = -1
     pairs = torch.arange(90) % 70, torch.arange(90) % 50
-    right = Answers.by_pairs(*pairs, 70, 50)
+    right = answers_by_pairs(*pairs, 70, 50)
     whole = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids)
     whole_by_pairs = metrics_by_answers(x, y, right, ks=(1, 5))
-    monkeypatch.setattr(answers, "_CHUNK_ELEMENTS", 17)
-    monkeypatch.setattr(answers, "block_shape", lambda _: (16, 16))
+    monkeypatch.setattr(retrieval, "_CHUNK_ELEMENTS", 17)
+    monkeypatch.setattr(retrieval, "block_shape", lambda _: (16, 16))
     assert retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids) == whole
     assert metrics_by_answers(x, y, right, ks=(1, 5)) == whole_by_pairs
 
@@ -207,7 +209,7 @@ def test_any_pairs_may_be_right(data: st.DataObject) -> None:
     rows, columns = torch.tensor(pairs).unbind(1)
     rights = [sorted(j for i, j in pairs if i == row) for row in range(m)]
     back = [sorted(i for i, j in pairs if j == column) for column in range(n)]
-    right = Answers.by_pairs(rows, columns, m, n)
+    right = answers_by_pairs(rows, columns, m, n)
     assert [right.there.of_row(i).tolist() for i in range(m)] == rights
     ks = [1, 2, 3, 7]
     got = metrics_by_answers(x, y, right, ks=ks)
@@ -220,8 +222,8 @@ def test_the_best_right_column_is_the_same_by_ids_and_by_pairs() -> None:
     torch.manual_seed(5)
     x, y = torch.randn(40, 4), torch.randn(30, 4).repeat(2, 1)
     ids = torch.randint(0, 6, (40,)), torch.arange(60) % 6
-    by_ids = Right.by_ids(*ids)
-    by_pairs = Right.by_pairs(*by_ids.pairs(), 40)
+    by_ids = answers_by_ids(*ids).there
+    by_pairs = answers_by_pairs(*by_ids.pairs(), 40, 60).there
     assert all(map(torch.equal, place(x, y, by_ids), place(x, y, by_pairs)))
     assert all(map(torch.equal, by_ids.pairs(), by_pairs.pairs()))
 
@@ -233,23 +235,27 @@ GOOD = torch.ones(4, 3)
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"x": torch.ones(4)}, ValueError, r"x must have shape \(rows, d\), got \(4,\)"),
-        ({"y": torch.ones(4, 3, dtype=torch.int64)}, TypeError, "y must have a floating dtype"),
-        ({"x": [[1.0]]}, TypeError, "x must be a tensor, got list"),
-        ({"y": torch.ones(4, 5)}, ValueError, "same width, got 3 and 5"),
-        ({"y": torch.ones(4, 3).double()}, TypeError, "same dtype"),
+        ({"x": torch.ones(4)}, ValueError, r"x: expected shape \(n, d\) .* got \(4,\)"),
+        ({"y": torch.ones(4, 3, dtype=torch.int64)}, TypeError, "y: expected one of float16"),
+        ({"x": [[1.0]]}, TypeError, "x: expected a tensor .* got list"),
+        ({"y": torch.ones(4, 5)}, ValueError, "y: expected width 3 .* got 5"),
+        (
+            {"y": torch.ones(4, 3).double()},
+            TypeError,
+            "y: expected torch.float32 .* got torch.float64",
+        ),
         ({"x": torch.ones(0, 3)}, ValueError, "x has no rows"),
-        ({"x": torch.ones(4, 3, device="meta")}, ValueError, "same device, got meta and cpu"),
-        ({"y": torch.ones(5, 3)}, ValueError, "same number of rows; got 4 and 5"),
+        ({"x": torch.ones(4, 3, device="meta")}, ValueError, "y: expected device meta, got cpu"),
+        ({"y": torch.ones(5, 3)}, ValueError, "y: expected 4 rows, .* got 5"),
         ({"y": GOOD * torch.nan}, ValueError, "y has 4 of 4 rows that are not finite"),
-        ({"x_ids": IDS}, ValueError, "y_ids is None"),
-        ({"x_ids": IDS[:3], "y_ids": IDS}, ValueError, r"x_ids must have shape \(4,\)"),
-        ({"x_ids": IDS, "y_ids": IDS.int()}, TypeError, "y_ids must be an int64 tensor"),
+        ({"x_ids": IDS}, TypeError, "y_ids: expected .* got NoneType"),
+        ({"x_ids": IDS[:3], "y_ids": IDS}, ValueError, r"x_ids: expected shape \(4,\), got \(3,\)"),
+        ({"x_ids": IDS, "y_ids": IDS.float()}, TypeError, "y_ids: expected .* got torch.float32"),
         ({"x_ids": IDS, "y_ids": IDS + 9}, ValueError, "no row has a right answer"),
-        ({"ks": 5}, TypeError, "ks must be a sequence of integers, got 5"),
-        ({"ks": ()}, ValueError, "ks must name at least one"),
-        ({"ks": (0,)}, ValueError, "ks must be at least 1, got 0"),
-        ({"ks": (1.5,)}, TypeError, "ks must be integers, got 1.5"),
+        ({"ks": 5}, ValueError, "ks: expected integers from 1, got 5"),
+        ({"ks": ()}, ValueError, r"ks: .* got \(\)"),
+        ({"ks": (0,)}, ValueError, r"ks: .* got \(0,\)"),
+        ({"ks": (1.5,)}, ValueError, r"ks: .* got \(1.5,\)"),
     ],
 )
 def test_bad_input_is_named(arguments: dict, error: type[Exception], message: str) -> None:
@@ -261,8 +267,8 @@ def test_bad_input_is_named(arguments: dict, error: type[Exception], message: st
     ("x_ids", "error", "message"),
     [
         (IDS + 9, ValueError, "no row has a right answer"),
-        (IDS.float(), TypeError, "x_ids must be an int64 tensor, got torch.float32"),
-        (IDS[None], ValueError, r"x_ids must have one dimension, got shape \(1, 4\)"),
+        (IDS.float(), TypeError, "x_ids: expected .* got torch.float32"),
+        (IDS[None], ValueError, r"x_ids: expected shape \(1,\), got \(1, 4\)"),
     ],
 )
 def test_bad_ids_have_no_chance(x_ids: Tensor, error: type[Exception], message: str) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
@@ -17,6 +18,12 @@ from megabatch.cli import main
 from megabatch.data import open_pairs
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
+from megabatch.evaluation.classification import ClassTask
+from megabatch.evaluation.config import EvalConfig
+from megabatch.evaluation.run import open_tasks
+from megabatch.evaluation.run_folder import Opened
+from megabatch.evaluation.tasks import Task
+from megabatch.evaluation.zeroshot import CAPTIONED_DIGITS, UNICODE_DIGITS, Prompts
 from megabatch.models import create
 from tests.evaluation.page import Page
 
@@ -109,7 +116,7 @@ def test_other_pairs_are_evaluated_among_their_own_captions(run: Path, csv: Path
     assert "red &amp; &lt;i&gt;bold&lt;/i&gt;" in html
     assert "<i>bold" not in html
     assert "Skipped:" in html
-    assert "no log of its training" in html
+    assert "Without a log of training" in html
 
 
 @pytest.mark.usefixtures("no_report")
@@ -134,53 +141,46 @@ def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -
     assert evaluation["zero_shot"] == {}
 
 
-@pytest.mark.usefixtures("no_report")
-def test_digits_are_classed_alike_whatever_else_is_asked(run: Path, csv: Path) -> None:
-    alone = evaluate_run(run)["zero_shot"]["digits"]
-    for settings in ({"val_data": str(csv)}, {"val_data": "glyphs"}, {}):
-        assert evaluate_run(run, class_data="digits", **settings)["zero_shot"]["digits"] == alone
-    assert alone["prompts"]["templates"][0] == "digit {}"
-    assert alone["prompts"]["names"][3] == ["three"]
-    assert "trained on glyphs" in alone["prompts"]["source"]
+def tasks_of(run: Path, train_data: str, **settings: Any) -> tuple[list[Task], ClassTask | None]:
+    opened = Opened(create("glyph-small"), None, run, {"train_data": train_data})
+    return open_tasks(EvalConfig(run=run, **settings), opened)
 
 
-@pytest.mark.usefixtures("no_report")
-def test_prompts_for_digits_follow_the_training_data(run: Path, csv: Path) -> None:
-    (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "a.csv::glyphs"\n')
-    unicode = evaluate_run(run, class_data="digits", val_data=str(csv))["zero_shot"]["digits"]
-    assert unicode["prompts"]["names"][3] == ["three"]
-    (run / "config.toml").write_text('model = "glyph-small"\ntrain_data = "shards/"\n')
-    for settings in ({"val_data": str(csv)}, {"val_data": "glyphs"}, {}):
-        digits = evaluate_run(run, class_data="digits", **settings)["zero_shot"]["digits"]
-        assert digits["prompts"]["templates"] == ['a photo of the number: "{}".']
-        assert "not trained on glyphs" in digits["prompts"]["source"]
-        assert "baseline" not in digits
+@pytest.mark.parametrize(
+    ("train_data", "val_data", "of_glyphs"),
+    [
+        *(("glyphs", val_data, True) for val_data in (None, "glyphs", "csv")),
+        ("a.csv::glyphs", "csv", True),
+        *(("shards/", val_data, False) for val_data in (None, "glyphs", "csv")),
+    ],
+)
+def test_prompts_for_digits_follow_the_training_data(
+    run: Path, csv: Path, train_data: str, val_data: str | None, of_glyphs: bool
+) -> None:
+    val_data = str(csv) if val_data == "csv" else val_data
+    tasks, digits = tasks_of(run, train_data, class_data="digits", val_data=val_data)
+    assert [task.key for task in tasks] == (
+        [] if val_data is None else ["faces", "characters"] if val_data == "glyphs" else ["pairs"]
+    )
+    assert digits is not None
+    assert digits.prompts == (UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS)
+    assert (digits.baseline is not None) == of_glyphs
+    if val_data is not None:  # digits only if they are asked for
+        assert tasks_of(run, train_data, val_data=val_data)[1] is None
 
 
-@pytest.mark.usefixtures("no_report")
 def test_prompts_for_digits_can_be_given(run: Path, tmp_path: Path) -> None:
     (tmp_path / "templates.txt").write_text("the digit {}\n")
     settings = {"class_data": "digits", "templates": str(tmp_path / "templates.txt")}
-    prompts = evaluate_run(run, **settings)["zero_shot"]["digits"]["prompts"]
-    assert prompts["templates"] == ["the digit {}"]
-    assert prompts["names"][3] == ["three"]
-    assert prompts["source"] == f"from {tmp_path / 'templates.txt'}; class names: the digits' own"
+    _, digits = tasks_of(run, "glyphs", **settings)
+    assert digits is not None
+    source = f"from {tmp_path / 'templates.txt'}; class names: the digits' own"
+    assert digits.prompts == Prompts(UNICODE_DIGITS.names, ("the digit {}",), source)
     (tmp_path / "names.txt").write_text("".join(f"number {i}\n" for i in range(10)))
-    settings["class_names"] = str(tmp_path / "names.txt")
-    prompts = evaluate_run(run, **settings)["zero_shot"]["digits"]["prompts"]
-    assert prompts["names"][3] == ["number 3"]
-
-
-@pytest.mark.usefixtures("no_report")
-@pytest.mark.parametrize("val_data", [None, "glyphs"])
-def test_digits_are_classed_only_where_they_are_asked_for(
-    run: Path, csv: Path, val_data: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def never() -> None:
-        raise AssertionError("digits were not asked for")
-
-    monkeypatch.setattr("megabatch.evaluation.run.DigitLabels", never)
-    assert evaluate_run(run, val_data=val_data or str(csv))["zero_shot"] == {}
+    _, digits = tasks_of(run, "glyphs", **settings, class_names=str(tmp_path / "names.txt"))
+    assert digits is not None
+    assert digits.prompts is not None
+    assert digits.prompts.names[3] == ("number 3",)
 
 
 def test_a_library_that_is_missing_is_named_with_its_extra(

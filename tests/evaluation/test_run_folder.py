@@ -101,8 +101,9 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"report\.html cannot be written: No such file"):
-        write_atomically(tmp_path / "missing" / "report.html", "text")
+    write_atomically(tmp_path / "new" / "file", "text")
+    with pytest.raises(UsageError, match=r"report\.html cannot be written: File exists"):
+        write_atomically(tmp_path / "new" / "file" / "report.html", "text")
 
 
 def write_log(path: Path, *lines: object) -> Path:

@@ -33,8 +33,6 @@ def test_equals_all_distances(levels: int, names: int, monkeypatch: pytest.Monke
     train = (draw.integers(0, levels, (400, side, side)) * (255 // (levels - 1))).astype(np.uint8)
     query = (draw.integers(0, levels, (60, side, side)) * (255 // (levels - 1))).astype(np.uint8)
     train_ids, query_ids = draw.integers(0, names, 400), draw.integers(0, names + 2, 60)
-    if levels == 2:  # in fp32 the distances are exact multiples, so that ties are seen as ties
-        train, query = (train // 255).astype(np.float32), (query // 255).astype(np.float32)
     got = pixel_neighbour_recalls(train, train_ids, query, query_ids, ks=(1, 3, 10))
     for k in (1, 3, 10):
         expected = brute_force(train, train_ids, query, query_ids, k)
@@ -51,10 +49,10 @@ def test_an_image_of_the_training_set_is_found() -> None:
 
 def test_names_fill_the_places_not_images() -> None:
     """Many images of a wrong name are nearer than the right one, but take one rank only."""
-    train = np.zeros((41, 2, 2), np.float32)
-    train[40] = 1
+    train = np.zeros((41, 2, 2), np.uint8)
+    train[40] = 255
     ids = np.array([0] * 40 + [1])
-    query = np.full((1, 2, 2), 0.4, np.float32)
+    query = np.full((1, 2, 2), 100, np.uint8)
     got = pixel_neighbour_recalls(train, ids, query, np.array([1]), ks=(1, 2))
     assert got == {"recall@1": 0.0, "recall@2": 1.0}
 
@@ -63,16 +61,3 @@ def test_an_unseen_name_is_never_found() -> None:
     train = np.zeros((3, 2, 2), np.uint8)
     got = pixel_neighbour_recalls(train, np.arange(3), train[:1], np.array([9]), ks=(1, 10))
     assert got == {"recall@1": 0.0, "recall@10": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("train", "ids", "message"),
-    [
-        (np.zeros((0, 4, 4)), np.zeros(0, int), "train_images is empty"),
-        (np.zeros((3, 4, 5)), np.zeros(3, int), r"one size, got \(4, 5\) and \(4, 4\)"),
-        (np.zeros((3, 4, 4)), np.zeros(2, int), r"train_ids must have shape \(3,\), got \(2,\)"),
-    ],
-)
-def test_bad_input_is_named(train: np.ndarray, ids: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        pixel_neighbour_recalls(train, ids, np.zeros((2, 4, 4)), np.zeros(2, int))

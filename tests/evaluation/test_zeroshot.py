@@ -122,20 +122,6 @@ def test_class_features_are_normalised_means_over_names_and_templates() -> None:
     torch.testing.assert_close(got, means / means.norm(dim=1, keepdim=True))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "message"),
-    [
-        (Prompts((), ("{}",)), "a name for each class and a template"),
-        (Prompts((("a",), ()), ("{}",)), "a name for each class and a template"),
-        (Prompts((("a",),), ()), "a name for each class and a template"),
-        (Prompts((("a",),), ("no place",)), "got 'no place'"),
-    ],
-)
-def test_bad_prompts_are_named(prompts: Prompts, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        class_features(lambda texts: torch.ones(1, 1), prompts)
-
-
 def test_handwritten_digits_are_set_like_the_glyphs(small_glyphs: GlyphSet) -> None:
     images, labels = handwritten_digits()
     assert len(images) == len(labels) == 1797

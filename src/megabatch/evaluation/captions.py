@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from torch.utils.data import ConcatDataset
+
 from megabatch.data import open_pairs
+from megabatch.data.image_files import ImageFiles
 from megabatch.data.mixture import SEPARATOR
-from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
-from megabatch.errors import UsageError
-from megabatch.evaluation.caption_texts import captions_in, clean_captions
-from megabatch.evaluation.listed import open_json, open_tables
-from megabatch.evaluation.samples import Captions, ConcatSamples, Sample, Samples
+from megabatch.errors import UsageError, naming, one_line, plural
+from megabatch.evaluation.samples import Captions, Sample, Samples
 
 GLYPHS = "glyphs"  # as `val_data`: their held-out parts
 
-_COLUMNS = {
+# Arguments of `open_pairs`, and the settings that give them.
+READING = {
     "image_column": "csv_img_key",
     "query_column": "csv_query_key",
     "caption_column": "csv_caption_key",
+    "separator": "csv_separator",
 }
 
 
@@ -37,13 +45,13 @@ def reading_of(trained: Mapping[str, Any], val_data: str) -> dict[str, Any]:
         names that differ between several training sources are kept only if `val_data` has as many
         sources.
     """
-    reading = {option: trained.get(name) for option, name in _COLUMNS.items()}
+    reading = {option: trained.get(name) for option, name in READING.items()}
     if len((trained.get("train_data") or "").split(SEPARATOR)) > 1:
         sources = len(split_spec(val_data))
         for option, names in reading.items():
             if names is not None and len(names.split(SEPARATOR)) not in (1, sources):
                 reading[option] = None
-    return {**reading, "separator": trained.get("csv_separator")}
+    return reading
 
 
 def open_val_data(
@@ -104,67 +112,84 @@ def open_captioned(
         UsageError: nothing matches, a column or field is missing, no image has a caption.
     """
     specs = split_spec(spec)
-    columns = zip(
-        one_each(image_column, "image_column", specs),
-        one_each(caption_column, "caption_column", specs),
-        strict=True,
-    )
-    sources = [
-        _open_one(one, image_folder, split, (*names, separator))
-        for one, names in zip(specs, columns, strict=True)
-    ]
+    images = one_each(image_column, "image_column", specs)
+    captions = one_each(caption_column, "caption_column", specs)
+    sources = []
+    for one, *columns in zip(specs, images, captions, strict=True):
+        if one == GLYPHS:  # open_pairs would take those for training
+            raise UsageError(
+                f"{GLYPHS}: evaluated alone, as --val-data {GLYPHS}, with no other source"
+            )
+        paths = _paths(one)
+        is_list = bool(paths) and paths[0].name.endswith((".json", *ALL_TABLES))
+        if split is not None and not one.endswith(".json"):
+            raise UsageError(
+                f"--split {split!r}: only Karpathy's JSON files have splits, not {one}"
+            )
+        if image_folder is not None and not is_list:
+            raise UsageError(f"--image-folder: only a table or a .json file has one, not {one}")
+        if one.endswith(".json"):
+            sources.append(_open_json(paths[0], image_folder, split))
+        elif is_list:
+            sources.append(_open_tables(paths, image_folder, *columns, separator))
+        elif paths and _has_lists(shards := ShardCaptions(paths)):
+            sources.append(shards)
+        else:
+            sources.append(CaptionedPairs(open_pairs(one)))
     return sources[0] if len(sources) == 1 else ConcatSamples(sources)
 
 
-def _open_one(
-    spec: str,
-    image_folder: Path | None,
-    split: str | None,
-    columns_and_separator: tuple[str | None, str | None, str | None],
-) -> Samples[Captions]:
-    if spec == GLYPHS:  # open_pairs would take those for training
-        raise UsageError(f"{GLYPHS}: evaluated alone, as --val-data {GLYPHS}, with no other source")
+def _paths(spec: str) -> list[Path]:
     if spec.endswith(".json"):
-        return open_json(Path(spec), image_folder, split)
-    if split is not None:
-        raise UsageError(f"--split {split!r}: only Karpathy's JSON files have splits, not {spec}")
+        return [Path(spec)]
     try:
-        paths = find_files(spec)
+        return find_files(spec)
     except UsageError:  # open_pairs knows more kinds of sources, and has the better message
-        paths = []
-    if paths and paths[0].name.endswith(ALL_TABLES):
-        return open_tables(paths, image_folder, *columns_and_separator)
-    if image_folder is not None:
-        raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
-    if paths and paths[0].suffix == ".tar":
-        shards = ShardCaptions(paths)
-        if shards.has(0, "json") and isinstance(captions_in(shards.read(0, "json")), list):
-            return shards
-    return CaptionedPairs(open_pairs(spec))
+        return []
 
 
 # Sources of samples.
 
 
-class _OfPairs:
-    """Samples made of a data set of pairs."""
+def clean_captions(value: Any, key: str) -> Captions:
+    """The lines of a text, or the texts of a list, stripped, without the empty ones.
+
+    Raises:
+        BadSample: nothing is left, or an element is not a text.
+    """
+    if not isinstance(value, (list, tuple)):
+        # Not str.splitlines: captions from the web have U+2028 and other separators within a line.
+        value = re.split(r"[\r\n]+", clean_caption(value, key))
+    kept = [clean_caption(v, key) for v in value if not _is_empty(v)]
+    return kept or [clean_caption("", key)]
+
+
+def _is_empty(caption: Any) -> bool:
+    return caption is None or (isinstance(caption, str) and not caption.strip())
+
+
+class _Remarks:
+    """The remarks on the sources of samples that are made of others."""
+
+    def __init__(self, *sources: Any) -> None:
+        self.damage = [line for source in sources for line in getattr(source, "damage", [])]
+        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
+
+
+class ConcatSamples(_Remarks, ConcatDataset[Any]):
+    """The samples of several sources, one source after the other."""
+
+    def __init__(self, sources: Sequence[Any]) -> None:
+        _Remarks.__init__(self, *sources)
+        ConcatDataset.__init__(self, sources)
+
+
+class CaptionedPairs(_Remarks):
+    """Images with captions: each line of an image's caption is a caption of its own."""
 
     def __init__(self, pairs: PairDataset) -> None:
+        super().__init__(pairs)
         self.pairs = pairs
-
-    @property
-    def damage(self) -> list[str]:
-        """A line for each part of the pairs' files that cannot be read."""
-        return list(getattr(self.pairs, "damage", []))
-
-    @property
-    def notes(self) -> list[str]:
-        """Other remarks on the pairs, for the user."""
-        return list(getattr(self.pairs, "notes", []))
-
-
-class CaptionedPairs(_OfPairs):
-    """Images with captions: each line of an image's caption is a caption of its own."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -174,7 +199,7 @@ class CaptionedPairs(_OfPairs):
         return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
 
 
-class JoinedTexts(_OfPairs):
+class JoinedTexts(_Remarks):
     """Pairs of texts: each first text once, with the different second texts that it is paired with.
 
     A pair that cannot be used stays a sample of its own, so that it is counted.
@@ -184,6 +209,7 @@ class JoinedTexts(_OfPairs):
 
     def __init__(self, pairs: PairDataset) -> None:
         super().__init__(pairs)
+        self.pairs = pairs
         of_first: dict[Any, list[int]] = {}
         for index in range(len(pairs)):
             try:
@@ -205,9 +231,183 @@ class JoinedTexts(_OfPairs):
 class ShardCaptions(TarSamples):
     """Shards whose `json` has a list of captions, as "caption" or "captions"."""
 
+    def captions(self, index: int) -> Any:
+        """The captions in the sample's json, one or several; None if it has none."""
+        try:
+            document = json.loads(self.read(index, "json"))
+            return document.get("captions", document.get("caption"))
+        except (ValueError, RecursionError, AttributeError):  # no JSON, or not an object
+            return None
+
     def __getitem__(self, index: int) -> Sample[Captions]:
-        key = self.key(index)
-        captions = captions_in(self.read(index, "json"))
+        key, captions = self.key(index), self.captions(index)
         if captions is None:
             raise BadSample("no caption", key)
         return Sample(self.image(index), clean_captions(captions, key), key)
+
+
+def _has_lists(shards: ShardCaptions) -> bool:
+    return shards.has(0, "json") and isinstance(shards.captions(0), list)
+
+
+# Lists of images.
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """An image with all captions that a table or JSON file has for it.
+
+    image: returns a path, a file's bytes, or Hugging Face's struct of both; files: reads these.
+    """
+
+    image: Callable[[], Any]
+    captions: list[Any]
+    key: str
+    files: ImageFiles
+
+
+@dataclass(frozen=True)
+class ListedImages:
+    """Images named by tables or a JSON file.
+
+    damage: a line for each part of the list that cannot be used; notes: other remarks on it.
+    """
+
+    images: Sequence[_Listed]
+    damage: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Sample[Captions]:
+        listed = self.images[index]
+        captions = clean_captions(listed.captions, listed.key)
+        data = listed.files.read(listed.image(), listed.key)
+        return Sample(decode_image(data, listed.key), captions, listed.key)
+
+
+def _image_files(path: Path, image_folder: Path | None) -> ImageFiles:
+    return ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
+
+
+def _open_tables(
+    paths: list[Path],
+    image_folder: Path | None,
+    image: str | None,
+    caption: str | None,
+    separator: str | None,
+) -> ListedImages:
+    """Open tables with a row for each caption, or with a list of captions in each row."""
+    from megabatch.data.tables import Wanted, no_rows, open_table  # needs pyarrow
+
+    wanted = Wanted(image, None, caption, separator, lists=True)
+    found: dict[Any, _Listed] = {}
+    damage: list[str] = []
+    notes: list[str] = []
+    for path in paths:
+        table = open_table(path, wanted)
+        if table.first == "text":
+            raise UsageError(f"{path} has pairs of texts; expected images (--csv-img-key)")
+        files = _image_files(path, image_folder)
+        damage += table.columns.damage + _join_rows(table, files, found)
+        notes += table.notes + (table.look_at_images(files) if len(table) else [])
+    if not found:
+        raise no_rows(paths, damage)
+    empties = [(listed.key, [*map(_is_empty, listed.captions)]) for listed in found.values()]
+    if short := [key for key, empty in empties if any(empty) and not all(empty)]:
+        damage.append(
+            f"{', '.join(map(str, paths[:3]))}: of {plural(len(short), 'image')} with several "
+            f"captions one or more are empty and left out, the first is {short[0]}"
+        )
+    return ListedImages(list(found.values()), damage, notes)
+
+
+def _join_rows(table: Any, files: ImageFiles, found: dict[Any, _Listed]) -> list[str]:
+    """Add a table's images, with the captions of all their rows, to `found`; returns the damage.
+
+    `found`: the images of the tables so far, in order of first use. The same name is the same image
+    if it is searched for in the same folders.
+    """
+    bad: list[BadSample] = []
+    for row in range(len(table)):
+        key = table.key(row)
+        try:
+            image, value = table.first_of(row), table.caption_of(row)
+        except BadSample as sample:
+            bad.append(sample)
+            continue
+        if isinstance(image, dict):  # Hugging Face's struct: the bytes, or else the path
+            image = image.get("bytes") or image.get("path")
+        same: Any = (table.path, row)  # without an image: counted as one that is missing
+        if image:
+            is_name = isinstance(image, str)
+            same = (files, str(Path(image))) if is_name else sha256(image).digest()
+        # Images are read again when they are used: those in an Arrow file stay there.
+        new = _Listed(partial(table.first_of, row), [], key, files)
+        found.setdefault(same, new).captions.extend(value if isinstance(value, list) else [value])
+    if not bad:
+        return []
+    return [
+        f"{table.path}: {plural(len(bad), 'row')} left out, the first is {bad[0].key}: "
+        f"{bad[0].reason}"
+    ]
+
+
+def _open_json(path: Path, image_folder: Path | None, split: str | None) -> ListedImages:
+    """Open COCO's or Karpathy's list of images with their captions."""
+    files = _image_files(path, image_folder)
+    try:
+        document = json.loads(path.read_text(encoding="utf-8-sig"))
+        images = document["images"]
+        if "annotations" in document:
+            if split is not None:
+                raise UsageError(f"--split {split!r}: COCO's JSON is one split, not {path}")
+            with naming(str(path)):
+                found = _coco(images, document["annotations"])
+        else:
+            found = _karpathy(images, split or "test")
+        listed = [_Listed(partial(str, name), texts, key, files) for name, texts, key in found]
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path} cannot be read: {one_line(error)}") from error
+    except (KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path}: expected COCO's captions (images with id and file_name, annotations with "
+            f"image_id and caption) or Karpathy's (images with sentences); wrong at {error}"
+        ) from error
+    if not listed:
+        raise UsageError(f"{path} has no image with a caption")
+    notes = files.look(len(listed), lambda i: listed[i].image(), lambda i: listed[i].key, path)
+    return ListedImages(listed, notes=notes)
+
+
+def _coco(
+    images: list[dict[str, Any]], annotations: list[dict[str, Any]]
+) -> list[tuple[str, list[Any], str]]:
+    """Of each image with captions: its file's name, the captions, its name in messages."""
+    captions: dict[Any, list[Any]] = {image["id"]: [] for image in images}
+    if len(captions) < len(images):
+        raise UsageError(f"of {len(images)} images some have the same id")
+    for annotation in annotations:
+        image_id = annotation["image_id"]
+        if image_id not in captions:
+            raise UsageError(f"a caption is of image_id {image_id}, which no image has")
+        captions[image_id].append(annotation["caption"])
+    named = [(image["file_name"], captions[image["id"]]) for image in images]
+    return [(name, texts, name) for name, texts in named if texts]
+
+
+def _karpathy(images: list[dict[str, Any]], split: str) -> list[tuple[str, list[Any], str]]:
+    """As `_coco`, of one split."""
+    present = sorted({image["split"] for image in images})
+    if split not in present:
+        raise UsageError(f"--split {split!r}: the file has {', '.join(present)}")
+    return [
+        (
+            str(Path(image.get("filepath", "")) / image["filename"]),
+            [sentence["raw"] for sentence in image["sentences"]],
+            image["filename"],
+        )
+        for image in images
+        if image["split"] == split
+    ]

@@ -36,10 +36,16 @@ def main(argv: list[str]) -> int:
     from megabatch.terminal import plain_console
 
     with process_group():
-        if not is_first():
-            return _evaluate_silently(config)
-        console = plain_console()
-        evaluation = _evaluate_visibly(config, console)
+        first = is_first()
+        console = plain_console(quiet=not first)
+        try:
+            evaluation = _evaluate(config, console)
+        except OutOfMemory:  # no other rank knows of it
+            raise
+        except UsageError as error:
+            if first:
+                raise
+            return int(getattr(error, "exit_code", 2))  # rank 0 prints errors of all ranks
     print_evaluation(evaluation, console)
     folder = config.output or config.run
     assert folder is not None  # `check` refuses a configuration without either
@@ -83,7 +89,7 @@ def process_group() -> Iterator[None]:
         set_abort_on_lost_rank(before)
 
 
-def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
+def _evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
     from rich.text import Text
 
     from megabatch.evaluation.run import evaluate
@@ -95,16 +101,3 @@ def _evaluate_visibly(config: EvalConfig, console: Console) -> dict[str, Any]:
             report=lambda words: status.update(Text(f"{title}: {words}")),
             announce=console.print,
         )
-
-
-def _evaluate_silently(config: EvalConfig) -> int:
-    """Evaluate on a rank other than 0, which prints errors of all ranks; returns the exit code."""
-    from megabatch.evaluation.run import evaluate
-
-    try:
-        evaluate(config)
-    except OutOfMemory:  # no other rank knows of it
-        raise
-    except UsageError as error:
-        return int(getattr(error, "exit_code", 2))
-    return 0

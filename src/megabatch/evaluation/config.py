@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from megabatch.errors import UsageError, one_line
+from megabatch.hints import option
 from megabatch.options import Positional
 
 if sys.version_info >= (3, 11):
@@ -106,6 +107,8 @@ class EvalConfig:
 
 #: Settings that apply only together with another.
 _ONLY_WITH = {
+    "model": ("pretrained",),
+    "run": ("trust",),
     "val_data": (
         *("image_folder", "split", "csv_separator"),
         *("csv_img_key", "csv_query_key", "csv_caption_key"),
@@ -118,27 +121,23 @@ def check(config: EvalConfig) -> None:
     """Refuse an impossible configuration before anything is read; UsageError names the setting."""
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")
-    if config.model is None and config.pretrained is not None:
-        raise UsageError("--pretrained: only with --model; a run has its own weights")
-    if config.run is None:
-        for alternatives in ("output",), ("val_data", "class_data"):
-            if not any(getattr(config, name) for name in alternatives):
-                raise UsageError(f"{' or '.join(map(_option, alternatives))}: needed with --model")
-        if config.trust:
-            raise UsageError("--trust: only with RUN; code that --model names is run in any case")
+    for needs, names in _ONLY_WITH.items():
+        for name in names:
+            if getattr(config, name) and getattr(config, needs) is None:
+                needed = "RUN" if needs == "run" else option(needs)
+                raise UsageError(f"{option(name)}: only with {needed}")
+    if config.model is not None:
+        if config.output is None:
+            raise UsageError("--output: needed with --model")
+        if config.val_data is None and config.class_data is None:
+            raise UsageError("--val-data or --class-data: needed with --model")
         if config.weights != "final":
             raise UsageError(
                 "--weights: chooses between a run's weights; with --model use --pretrained"
             )
-    for needs, names in _ONLY_WITH.items():
-        for name in names:
-            if getattr(config, name) is not None and getattr(config, needs) is None:
-                raise UsageError(f"{_option(name)}: only with {_option(needs)}")
-    if not config.methods:
-        raise UsageError(f"--methods: got none, expected some of {', '.join(METHODS)}")
-    for method in config.methods:
-        if method not in METHODS:
-            raise UsageError(f"--methods {method}: expected some of {', '.join(METHODS)}")
+    if not config.methods or not {*config.methods} <= {*METHODS}:
+        given = f" {' '.join(config.methods)}:" if config.methods else ": got none,"
+        raise UsageError(f"--methods{given} expected some of {', '.join(METHODS)}")
     if config.methods != METHODS and config.class_data is None:
         raise UsageError("--methods: only with --class-data")
     if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
@@ -146,9 +145,8 @@ def check(config: EvalConfig) -> None:
     if config.precision not in PRECISIONS:
         raise UsageError(f"--precision {config.precision}: expected one of {', '.join(PRECISIONS)}")
     for name, least in (("batch_size", 1), ("knn_k", 1), ("workers", 0)):
-        if getattr(config, name) < least:
-            value = getattr(config, name)
-            raise UsageError(f"{_option(name)} {value}: expected at least {least}")
+        if (value := getattr(config, name)) < least:
+            raise UsageError(f"{option(name)} {value}: expected at least {least}")
     if not config.knn_temperature > 0:
         raise UsageError(f"--knn-temperature {config.knn_temperature}: expected a number above 0")
 
@@ -164,10 +162,6 @@ def read_config(folder: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error
-
-
-def _option(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def choose_device(name: str, *, several: bool = False) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from megabatch.data.pairs import BadSample
-from megabatch.errors import OutOfMemory, UsageError
+from megabatch.errors import OutOfMemory, UsageError, plural
 from megabatch.evaluation.samples import Samples
+from megabatch.evaluation.table import left_out
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
 from megabatch.models.padding import trimmed
@@ -30,47 +31,21 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Embedded:
     """The image features of a source, with the samples' targets and indices.
 
-    features: (n, d); targets, indices: n each, without the bad samples; skipped: the number of bad
-    samples by reason; skipped_first: the first one's key by reason.
+    features: (n, d); targets, indices: n each, without the bad samples; bad: the reason and the key
+    of each of those.
     """
 
     features: Tensor
     targets: list[Any]
     indices: list[int]
-    skipped: Counter[str] = field(default_factory=Counter)
-    skipped_first: dict[str, str] = field(default_factory=dict)
+    bad: list[tuple[str, str]] = field(default_factory=list)
 
     def left_out(self, prefix: str = "") -> dict[str, dict[str, Any]]:
-        """The bad samples' entries in `evaluation.json`; `prefix`: of the keys."""
+        """The bad samples' entries in `evaluation.json`: by reason their number and first key."""
         return {
-            f"{prefix}skipped": dict(self.skipped),
-            f"{prefix}skipped_first": dict(self.skipped_first),
+            f"{prefix}skipped": dict(Counter(reason for reason, _ in self.bad)),
+            f"{prefix}skipped_first": dict(reversed(self.bad)),
         }
-
-    def reasons(self) -> str:
-        """A description of the bad samples."""
-        return "; ".join(
-            f"{count:,} × {reason} (first: {self.skipped_first[reason]})"
-            for reason, count in self.skipped.most_common()
-        )
-
-
-@dataclass
-class Pace:
-    """Number of images that all ranks have embedded, and the time taken, reading included."""
-
-    images: int = 0
-    seconds: float = 0.0
-
-    def add(self, images: int, seconds: float) -> None:
-        """Add images and time."""
-        self.images += images
-        self.seconds += seconds
-
-    @property
-    def images_per_second(self) -> float:
-        """The mean so far, 0 before the first image."""
-        return self.images / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -82,7 +57,8 @@ class Encoder:
     Each rank of `group` encodes a part of the batches, and gets all features.
 
     workers: worker processes that read and transform images; 0: this process does. report: called
-        with a message on this rank's progress after each batch of images or texts.
+    with a message on this rank's progress after each batch of images or texts. images, seconds:
+    the number of images that all ranks have embedded, and the time taken, reading included.
     """
 
     towers: Towers
@@ -91,64 +67,64 @@ class Encoder:
     batch_size: int = 512
     workers: int = 0
     group: object = "local"
-    pace: Pace = field(default_factory=Pace)
     report: Callable[[str], None] = lambda words: None
+    images: int = 0
+    seconds: float = 0.0
 
-    def embed(self, samples: Samples[Any], title: str = "") -> Embedded:
-        """Embed each image once; bad samples are skipped and counted.
+    def embed(self, samples: Samples[Any], title: str) -> Embedded:
+        """Embed each image once; bad samples are skipped and listed.
 
-        `title`: of the samples, for `report`.
+        `title`: of the samples, for messages.
+
+        Raises:
+            UsageError: none of them is usable.
         """
-        batches = _Batches(samples, self.towers.eval_transform, self.batch_size)
-        mine = local_range(len(batches), self.group)
-        total = min(len(samples), mine.stop * self.batch_size) - mine.start * self.batch_size
+        started = time.perf_counter()
+        # Whole batches, so that each has the same samples on any number of ranks.
+        mine = local_range(len(samples), self.group, block=self.batch_size)
         loader = DataLoader(
-            batches,
-            batch_size=None,  # an item is a batch already, of the same samples on any rank
+            _Transformed(samples, self.towers.eval_transform),
+            batch_size=self.batch_size,
             sampler=mine,
             num_workers=self.workers,
+            collate_fn=_collated,
             pin_memory=torch.device(self.device).type == "cuda",
         )
         targets: list[Any] = []
         indices: list[int] = []
-        skipped: Counter[str] = Counter()
-        skipped_first: dict[str, str] = {}
-        name = f"{title}: " if title else ""
+        bad: list[tuple[str, str]] = []
 
         def images() -> Iterable[Tensor]:
             for batch in loader:
-                targets.extend(batch.targets)
-                indices.extend(batch.indices)
-                skipped.update(batch.skipped)
-                for reason, key in batch.skipped_first.items():
-                    skipped_first.setdefault(reason, key)
-                done = len(indices) + sum(skipped.values())
-                self.report(f"{name}{done:,} of {total:,} images")
-                if batch.images is not None:
-                    yield batch.images
+                targets.extend(batch["targets"])
+                indices.extend(batch["indices"])
+                bad.extend(batch["bad"])
+                self.report(f"{title}: {len(indices) + len(bad):,} of {len(mine):,} images")
+                if batch["images"]:
+                    yield batch["images"][0]
 
-        started = time.perf_counter()
         features = self._features(images(), "image")
-        self.pace.add(len(features), time.perf_counter() - started)
-        parts = all_gather_values([targets, indices, skipped, skipped_first], self.group)
-        return Embedded(
-            features,
-            [target for of_rank, *_ in parts for target in of_rank],
-            [index for _, of_rank, *_ in parts for index in of_rank],
-            sum((Counter(of_rank) for *_, of_rank, _ in parts), Counter()),
-            {reason: key for *_, of_rank in reversed(parts) for reason, key in of_rank.items()},
-        )
+        self.images += len(features)
+        self.seconds += time.perf_counter() - started
+        parts = all_gather_values([targets, indices, bad], self.group)
+        by_kind = zip(*parts, strict=True)
+        targets, indices, bad = ([one for part in of_kind for one in part] for of_kind in by_kind)
+        found = Embedded(features, targets, indices, [(reason, key) for reason, key in bad])
+        if not targets:
+            why = "; ".join(left_out(found.left_out()))
+            raise UsageError(f"{title}: none of {plural(len(bad), 'sample')} is usable: {why}")
+        return found
 
     def texts(self, texts: Iterable[str]) -> Tensor:
         """Features (n, d) of texts."""
         texts = list(texts)
-        starts = range(0, len(texts), self.batch_size)
-        mine = local_range(len(starts), self.group)
+        mine = local_range(len(texts), self.group, block=self.batch_size)
 
         def batches() -> Iterable[Tensor]:
-            for number, i in enumerate(mine):
-                yield self.towers.tokenizer(texts[starts[i] : starts[i] + self.batch_size])
-                self.report(f"{number + 1:,} of {len(mine):,} batches of texts")
+            for start in mine[:: self.batch_size]:
+                end = min(mine.stop, start + self.batch_size)
+                yield self.towers.tokenizer(texts[start:end])
+                self.report(f"{end - mine.start:,} of {len(mine):,} texts")
 
         return self._features(batches(), "text")
 
@@ -156,13 +132,21 @@ class Encoder:
     def _features(self, batches: Iterable[Tensor], tower: Tower) -> Tensor:
         module = cast(Any, self.towers.module.eval())
         encode = module.encode_image if tower == "image" else module.encode_text
-        lengths = self.towers.lengths.get(tower)
+        lengths, dtype = self.towers.lengths.get(tower), _DTYPES[self.precision]
         parts = [torch.zeros(0, self.towers.embed_dim, device=self.device)]
         for batch in batches:
             if lengths is not None:
                 batch = trimmed(batch, lengths)
-            with torch.inference_mode(), self._autocast():
-                part = self._encoded(encode, batch)
+            kind = torch.device(self.device).type
+            autocast = torch.autocast(kind, dtype) if dtype else nullcontext()
+            with torch.inference_mode(), autocast:
+                try:
+                    part = encode(batch.to(self.device, non_blocking=True))
+                except torch.OutOfMemoryError as error:
+                    raise OutOfMemory(
+                        f"out of memory on {self.device} with --batch-size {self.batch_size}; "
+                        "expected less"
+                    ) from error
                 # Not by the encoder: a norm in bf16 has 3 digits, and lengths differed by 0.3%.
                 parts.append(F.normalize(part.float(), dim=-1))
         features = all_gather_rows(torch.cat(parts), self.group)
@@ -171,59 +155,31 @@ class Encoder:
             raise UsageError(f"the model's features are not finite: {why}")
         return features
 
-    def _encoded(self, encode: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
-        try:
-            return encode(batch.to(self.device, non_blocking=True))
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"out of memory on {self.device} with --batch-size {self.batch_size}; expected less"
-            ) from error
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        dtype = _DTYPES[self.precision]
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(torch.device(self.device).type, dtype)
-
-
-class _Batch:
-    """Samples as a worker returns them; `images` (b, ...), None if all of them are bad."""
-
-    def __init__(self) -> None:
-        self.images: Tensor | None = None
-        self.targets: list[Any] = []
-        self.indices: list[int] = []
-        self.skipped: Counter[str] = Counter()
-        self.skipped_first: dict[str, str] = {}
-
-    def pin_memory(self) -> _Batch:
-        """Called by the loader if the batch goes on to a GPU."""
-        self.images = None if self.images is None else self.images.pin_memory()
-        return self
-
 
 @dataclass(frozen=True)
-class _Batches(Dataset[_Batch]):
+class _Transformed(Dataset[tuple[Any, ...]]):
+    """(image, target, index) of each sample; of a bad one its reason and key."""
+
     samples: Samples[Any]
     transform: Callable[[Image.Image], Tensor]
-    size: int
 
     def __len__(self) -> int:
-        return -(-len(self.samples) // self.size)
+        return len(self.samples)
 
-    def __getitem__(self, number: int) -> _Batch:
-        batch = _Batch()
-        images = []
-        first = number * self.size
-        for index in range(first, min(first + self.size, len(self.samples))):
-            try:
-                sample = self.samples[index]
-            except BadSample as bad:
-                batch.skipped[bad.reason] += 1
-                batch.skipped_first.setdefault(bad.reason, bad.key)
-                continue
-            images.append(self.transform(sample.image))
-            batch.targets.append(sample.target)
-            batch.indices.append(index)
-        batch.images = torch.stack(images) if images else None
-        return batch
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        try:
+            sample = self.samples[index]
+        except BadSample as bad:
+            return bad.reason, bad.key
+        return self.transform(sample.image), sample.target, index
+
+
+def _collated(items: list[tuple[Any, ...]]) -> dict[str, Any]:
+    """A batch as a worker returns it; `images`: one tensor, none if all samples are bad."""
+    good = [item for item in items if len(item) == 3]
+    return {
+        "images": [torch.stack([image for image, *_ in good])] if good else [],
+        "targets": [target for _, target, _ in good],
+        "indices": [index for *_, index in good],
+        "bad": [item for item in items if len(item) == 2],
+    }

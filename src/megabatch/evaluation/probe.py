@@ -7,8 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch.errors import UsageError
 from megabatch.ranks import all_gather_values
 from megabatch.similarity import topk
 from megabatch.similarity.distributed.comm import rank_and_size
@@ -34,19 +36,11 @@ def neighbour_votes(
     Args:
         train: (n, d), normalised; labels: int64 (n,), in 0..n_classes - 1.
         k: number of neighbours; all training images, if there are fewer.
+        temperature: above 0.
 
     Returns:
         `images (m, d) -> votes (m, n_classes)`, relative to the nearest neighbour's.
-
-    Raises:
-        ValueError: k is below 1, temperature not above 0, or there is no training image.
     """
-    if k < 1:
-        raise ValueError(f"k must be at least 1, got {k}")
-    if not temperature > 0:
-        raise ValueError(f"temperature must be above 0, got {temperature}")
-    if not len(train):
-        raise ValueError("train has no rows")
 
     def score(images: Tensor) -> Tensor:
         products, neighbours = topk(images, train, min(k, len(train)), group="local")
@@ -59,35 +53,40 @@ def neighbour_votes(
 
 @dataclass(frozen=True)
 class Probe:
-    """A fitted classifier; `c`: the inverse strength of regularisation that was chosen."""
+    """A linear classifier: weight (n_classes, d), bias (n_classes,), and its C."""
 
     weight: Tensor
     bias: Tensor
     c: float
 
-    def __call__(self, images: Tensor) -> Tensor:
-        """Logits (m, classes) of features (m, d)."""
-        return images @ self.weight.T + self.bias
+    def __call__(self, x: Tensor) -> Tensor:
+        """Logits (m, n_classes) of features (m, d)."""
+        return F.linear(x, self.weight, self.bias)
+
+    def accuracy(self, features: Tensor, labels: Tensor) -> float:
+        """The fraction of features that are classified right."""
+        blocks = zip(features.split(_ROWS), labels.split(_ROWS), strict=True)
+        return sum(int((self(x).argmax(1) == y).sum()) for x, y in blocks) / len(labels)
 
 
-@torch.no_grad()
-def fit(
-    features: Tensor, labels: Tensor, n_classes: int, c: float, *, iterations: int = _ITERATIONS
-) -> Probe:
-    """Minimise `mean cross-entropy + |W|^2 / (2 c n)`; no penalty on the bias, as in scikit-learn.
+def fit(features: Tensor, labels: Tensor, n_classes: int, c: float) -> Probe:
+    """Multinomial logistic regression with an L2 penalty, as scikit-learn's, by L-BFGS.
+
+    Minimises the mean cross-entropy plus `|weight|² / (2 c n)`. Unlike scikit-learn's it runs on
+    the features' device, and never has the logits of all images at once.
 
     Args:
-        features: (n, d), float32 or float64; labels: int64 (n,), in 0..n_classes - 1.
-        c: inverse strength of regularisation; iterations: L-BFGS's maximum.
+        features: (n, d); labels: int64 (n,), in 0..n_classes - 1.
+        n_classes: the number of classes.
+        c: the inverse strength of the regularisation.
     """
     n, d = features.shape
-    both = torch.zeros(n_classes, d + 1, dtype=features.dtype, device=features.device)
-    gradient = torch.empty_like(both)
-    both.grad = gradient
+    options = {"dtype": features.dtype, "device": features.device, "requires_grad": True}
+    probe = Probe(torch.zeros(n_classes, d, **options), torch.zeros(n_classes, **options), c)
     optimizer = torch.optim.LBFGS(
-        [both],
-        max_iter=iterations,
-        max_eval=2 * iterations,
+        [probe.weight, probe.bias],
+        max_iter=_ITERATIONS,
+        max_eval=2 * _ITERATIONS,
         tolerance_grad=1e-6,
         tolerance_change=1e-9,
         history_size=10,
@@ -95,21 +94,17 @@ def fit(
     )
 
     def closure() -> Tensor:
-        weight, bias = both[:, :d], both[:, d]
-        gradient.zero_()
-        loss = weight.square().sum(dtype=torch.float64) / (2 * c * n)
-        gradient[:, :d] = weight / (c * n)
+        optimizer.zero_grad()
+        loss = probe.weight.square().sum(dtype=torch.float64) / (2 * c * n)
+        loss.backward()
         for x, y in zip(features.split(_ROWS), labels.split(_ROWS), strict=True):
-            logs = (x @ weight.T + bias).log_softmax(1)
-            loss = loss - logs.gather(1, y[:, None]).sum(dtype=torch.float64) / n
-            slope = logs.exp_()
-            slope[torch.arange(len(y), device=y.device), y] -= 1
-            gradient[:, :d] += slope.T @ x / n
-            gradient[:, d] += slope.sum(0) / n
+            part = F.cross_entropy(probe(x), y, reduction="none").sum(dtype=torch.float64) / n
+            part.backward()
+            loss = loss.detach() + part.detach()
         return loss
 
     optimizer.step(closure)
-    return Probe(both[:, :d].clone(), both[:, d].clone(), c)
+    return Probe(probe.weight.detach(), probe.bias.detach(), c)
 
 
 def choose_and_fit(
@@ -126,27 +121,27 @@ def choose_and_fit(
         group: ranks that share the fits; the result is the same on all of them.
 
     Raises:
-        ValueError: no class has two images.
+        UsageError: no class has two images.
     """
     held_out = held_out_rows(labels)
     if not bool(held_out.any()):
-        raise ValueError("labels: no class has two images, so there are none to choose C on")
+        raise UsageError("--methods linear-probe: no class of the training images has two of them")
     rest = (features[~held_out], labels[~held_out], n_classes)
-    test, test_labels = features[held_out], labels[held_out]
+    test = features[held_out], labels[held_out]
     accuracy: dict[float, float] = {}
 
     def best_with(values: list[float]) -> float:
         """Try these as well, the ranks sharing the fits; return the best value of all so far."""
         rank, size = rank_and_size(group)
         new = [c for c in values if c not in accuracy]
-        mine = {c: _accuracy(fit(*rest, c), test, test_labels) for c in new[rank::size]}
-        for found in all_gather_values(list(mine.items()), group):
-            accuracy.update(dict(found))
+        mine = [(c, fit(*rest, c).accuracy(*test)) for c in new[rank::size]]
+        for found in all_gather_values(mine, group):
+            accuracy.update(map(tuple, found))
         return min(accuracy, key=lambda c: (-accuracy[c], c))
 
     best, step = best_with(_COARSE), 1.0
     while step >= _FINEST:
-        around = [_decimal(math.log10(best) + sign * step) for sign in (-1, 1)]
+        around = [10.0 ** round(math.log10(best) + sign * step, 3) for sign in (-1, 1)]
         best = best_with([c for c in around if _COARSE[0] <= c <= _COARSE[-1]])
         step /= 2
     return fit(features, labels, n_classes, best)
@@ -164,15 +159,3 @@ def held_out_rows(labels: Tensor, seed: int = 0) -> Tensor:
     held = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     held[order] = within < n_held[labels[order]]
     return held
-
-
-def _accuracy(probe: Probe, features: Tensor, labels: Tensor) -> float:
-    correct = [
-        (probe(x).argmax(1) == y).double().sum()
-        for x, y in zip(features.split(_ROWS), labels.split(_ROWS), strict=True)
-    ]
-    return float(sum(correct)) / len(labels)
-
-
-def _decimal(exponent: float) -> float:
-    return float(10.0 ** round(exponent, 3))

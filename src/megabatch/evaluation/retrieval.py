@@ -19,14 +19,167 @@ A collapsed model, all of whose features are equal, therefore scores exactly wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megabatch.evaluation.answers import Answers, Right, place
-from megabatch.ranks import all_gather_rows
+from megabatch.ranks import all_gather_rows, local_range
+from megabatch.similarity import ranks
+from megabatch.similarity.arguments import check_integers, check_same_rows, check_two
 from megabatch.similarity.distributed.comm import agree, group_name
+from megabatch.similarity.eager import block_shape
+
+# Elements of one gathered block of features: 64 MiB in fp32.
+_CHUNK_ELEMENTS = 2**24
+
+
+@dataclass(frozen=True)
+class Right:
+    """The right columns of each of m rows: for row i `columns[start[i] : start[i] + counts[i]]`.
+
+    columns: int64; those of a row are in ascending order. start, counts: int64 (m,). ids: int64
+    (m,) and (n,), if the right columns are those of the row's own id, as for images with captions;
+    None if they are given by pairs, as for two texts, where one text may answer several others that
+    do not share all of their answers.
+    """
+
+    columns: Tensor
+    start: Tensor
+    counts: Tensor
+    ids: tuple[Tensor, Tensor] | None = None
+
+    def of(self, rows: Tensor | slice) -> Right:
+        """The right columns of some rows."""
+        ids = None if self.ids is None else (self.ids[0][rows], self.ids[1])
+        return Right(self.columns, self.start[rows], self.counts[rows], ids)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All pairs by row, int64 (p,) each: rows and columns."""
+        rows = torch.repeat_interleave(self.counts)
+        first = self.counts.cumsum(0) - self.counts
+        within = torch.arange(len(rows), device=rows.device) - first[rows]
+        return rows, self.columns[self.start[rows] + within]
+
+    def of_row(self, row: int) -> Tensor:
+        """The right columns of one row."""
+        start = int(self.start[row])
+        return self.columns[start : start + int(self.counts[row])]
+
+
+class Answers(NamedTuple):
+    """The right columns of rows, and the right rows of columns."""
+
+    there: Right
+    back: Right
+
+
+def answers_by_ids(row_ids: Tensor, column_ids: Tensor) -> Answers:
+    """Columns with the row's id are right, int64 (m,) and (n,); a negative id equals nothing."""
+
+    def one_way(row_ids: Tensor, column_ids: Tensor) -> Right:
+        sorted_ids, order = column_ids.sort(stable=True)
+        start = torch.searchsorted(sorted_ids, row_ids)
+        counts = torch.searchsorted(sorted_ids, row_ids, right=True) - start
+        return Right(order, start, torch.where(row_ids >= 0, counts, 0), (row_ids, column_ids))
+
+    return Answers(one_way(row_ids, column_ids), one_way(column_ids, row_ids))
+
+
+def answers_by_pairs(rows: Tensor, columns: Tensor, m: int, n: int) -> Answers:
+    """The pairs (rows[i], columns[i]) are right, int64 (p,), each once; of m rows and n columns."""
+
+    def one_way(rows: Tensor, columns: Tensor, m: int) -> Right:
+        columns, order = columns.sort()
+        rows, by_row = rows[order].sort(stable=True)
+        counts = rows.bincount(minlength=m)
+        return Right(columns[by_row], counts.cumsum(0) - counts, counts)
+
+    return Answers(one_way(rows, columns, m), one_way(columns, rows, n))
+
+
+class Placed(NamedTuple):
+    """Of each row, int64 (m,): its best right column, and the columns that compete with it.
+
+    above, equal: the wrong columns that score higher than it, and the same; tied: the right ones
+    that score the same, itself included.
+    """
+
+    best: Tensor
+    above: Tensor
+    equal: Tensor
+    tied: Tensor
+
+
+def place(x: Tensor, y: Tensor, right: Right, group: object = "local") -> Placed:
+    """Place each row's best right column among the wrong ones; each row must have a right one.
+
+    Args:
+        x: (m, d); y: (n, d); right: their right answers.
+        group: ranks that share the work; each holds all of these tensors, and gets all results.
+    """
+    if right.ids is None:
+        return _place_by_pairs(x, y, right, group)
+    part = local_range(len(x), group, block=block_shape(x)[0])
+    mine = slice(part.start, part.stop)
+    x, right = x[mine], right.of(mine)
+    best, tied = _best_right_columns(x, y, right)
+    above, equal = ranks(x, y, best, ids=right.ids, group="local")
+    gathered = all_gather_rows(torch.stack([best, above, equal, tied], dim=1), group)
+    return Placed(*gathered.unbind(1))
+
+
+def _place_by_pairs(x: Tensor, y: Tensor, right: Right, group: object) -> Placed:
+    """Count the columns above and equal to each right one, and keep the best one's counts.
+
+    Wrong and right columns need not be distinguished: no right column of a row is above its best,
+    and those equal to it have the same number of columns above.
+    """
+    rows, columns = right.pairs()
+    block = block_shape(x)[0]
+    part = local_range(len(rows), group, block=block)
+    step = block * max(1, _CHUNK_ELEMENTS // (block * x.shape[1]))  # bounds x[rows]
+    counted = [rows.new_zeros(0, 2)]
+    for start in range(part.start, part.stop, step):
+        some = slice(start, min(part.stop, start + step))
+        counted.append(torch.stack(ranks(x[rows[some]], y, columns[some], group="local"), dim=1))
+    above_each, equal_each = all_gather_rows(torch.cat(counted), group).unbind(1)
+    above = torch.full_like(right.counts, len(y)).scatter_reduce(0, rows, above_each, "amin")
+    is_best = above_each == above[rows]
+    zeros = torch.zeros_like(right.counts)
+    tied = zeros.scatter_add(0, rows, is_best.long())
+    best = zeros.scatter_reduce(0, rows[is_best], columns[is_best], "amax")
+    equal = zeros.scatter_reduce(0, rows[is_best], equal_each[is_best], "amax")
+    return Placed(best, above, (equal - (tied - 1)).clamp(min=0), tied)
+
+
+def _best_right_columns(x: Tensor, y: Tensor, right: Right) -> tuple[Tensor, Tensor]:
+    """Per row, its best-scoring right column, and how many of them share that score.
+
+    Only right pairs are scored, a bounded number at a time, at least in fp32.
+    """
+    best, tied = torch.zeros_like(right.counts), torch.zeros_like(right.counts)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    for rows in _chunks(right.counts, max(1, _CHUNK_ELEMENTS // x.shape[1])):
+        row, column = right.of(rows).pairs()
+        score = (x[rows][row].to(dtype) * y[column].to(dtype)).sum(1)
+        zeros = torch.zeros_like(right.counts[rows])
+        lowest = score.new_full((len(zeros),), -torch.inf)
+        is_best = score == lowest.scatter_reduce(0, row, score, "amax")[row]
+        tied[rows] = zeros.scatter_add(0, row, is_best.long())
+        best[rows] = zeros.scatter_reduce(0, row[is_best], column[is_best], "amax")
+    return best, tied
+
+
+def _chunks(counts: Tensor, most: int) -> Iterator[slice]:
+    """Runs of rows with about `most` pairs in total; a single row may have more."""
+    sizes = torch.unique_consecutive(counts.cumsum(0) // most, return_counts=True)[1].tolist()
+    end = 0
+    for size in sizes:
+        yield slice(end, end + size)
+        end += size
 
 
 @torch.no_grad()
@@ -62,29 +215,47 @@ def retrieval_metrics(
             finite; no row has a right answer.
     """
     _check_ks(ks)
+    check_two(x, y, autocast=False)
     if name := group_name(group):
-        _check_features(x, y, rows_here=False)
         given = [kind for kind, ids in (("x_ids", x_ids), ("y_ids", y_ids)) if ids is not None]
         terms = f"retrieval_metrics, width {x.shape[1]}, {x.dtype}, {given or 'no ids'}, ks {[*ks]}"
         agree(name, terms, [], x.device)
         x, y = all_gather_rows(x, group), all_gather_rows(y, group)
         x_ids, y_ids = (i if i is None else all_gather_rows(i, group) for i in (x_ids, y_ids))
-    answers = _answers_by_ids(x, y, x_ids, y_ids)
-    return metrics_by_answers(x, y, answers, ks=ks, group=group)
+    for name, features in (("x", x), ("y", y)):
+        # Comparisons with NaN are false, so such a row would rank first: refuse to give a figure.
+        broken = int((~features.isfinite().all(1)).sum())
+        if broken or not len(features):
+            why = f"{broken} of {len(features)} rows that are not finite" if broken else "no rows"
+            raise ValueError(f"{name} has {why}")
+    if x_ids is None and y_ids is None:
+        check_same_rows(x, y)
+        x_ids = y_ids = torch.arange(len(x), device=x.device)
+    x_ids = check_integers("x_ids", x_ids, len(x), x)
+    y_ids = check_integers("y_ids", y_ids, len(y), y)
+    return metrics_by_answers(x, y, answers_by_ids(x_ids, y_ids), ks=ks, group=group)
 
 
 @torch.no_grad()
 def metrics_by_answers(
-    x: Tensor, y: Tensor, answers: Answers, *, ks: Sequence[int], group: object = "local"
+    x: Tensor,
+    y: Tensor,
+    answers: Answers,
+    *,
+    ks: Sequence[int],
+    group: object = "local",
+    ways: tuple[str, str] = ("x_to_y", "y_to_x"),
 ) -> dict[str, float]:
     """`retrieval_metrics` of finite features, with right answers of any kind.
 
-    Every rank of the group holds all rows already.
+    Every rank of the group holds all rows already. `ways`: the directions' names in the keys.
     """
-    return {
-        **_one_way("x_to_y", x, y, answers.there, ks, group),
-        **_one_way("y_to_x", y, x, answers.back, ks, group),
-    }
+    metrics: dict[str, float] = {}
+    for name, queries, columns, right in zip(ways, (x, y), (y, x), answers, strict=True):
+        some = _answerable(name, right)
+        placed = place(queries[some], columns, right.of(some), group)
+        metrics |= _summarise(name, placed.above, placed.equal, placed.tied, ks)
+    return metrics
 
 
 def chance_metrics(
@@ -96,28 +267,32 @@ def chance_metrics(
         TypeError, ValueError: ids are not int64 (m,) and (n,), or no row has a right answer.
     """
     _check_ks(ks)
-    for name, ids in (("x_ids", x_ids), ("y_ids", y_ids)):
-        _check_ids(name, ids)
-    return chance_by_answers(Answers.by_ids(x_ids, y_ids), ks=ks)
+    x_ids = check_integers("x_ids", x_ids, len(x_ids), x_ids)
+    y_ids = check_integers("y_ids", y_ids, len(y_ids), y_ids)
+    return chance_by_answers(answers_by_ids(x_ids, y_ids), ks=ks)
 
 
-def chance_by_answers(answers: Answers, *, ks: Sequence[int]) -> dict[str, float]:
+def chance_by_answers(
+    answers: Answers, *, ks: Sequence[int], ways: tuple[str, str] = ("x_to_y", "y_to_x")
+) -> dict[str, float]:
     """`chance_metrics` with right answers of any kind."""
     metrics: dict[str, float] = {}
-    m, n = len(answers.there.counts), len(answers.back.counts)
-    for name, right, among in (("x_to_y", answers.there, n), ("y_to_x", answers.back, m)):
+    for name, right, others in zip(ways, answers, reversed(answers), strict=True):
         counts = right.counts[_answerable(name, right)]
-        metrics |= summarise(name, torch.zeros_like(counts), among - counts, counts, ks)
+        wrong = len(others.counts) - counts
+        metrics |= _summarise(name, torch.zeros_like(counts), wrong, counts, ks)
     return metrics
 
 
-def summarise(
+def _summarise(
     name: str, above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
 ) -> dict[str, float]:
     """The figures of one direction from each query's counts, int64 (q,) (see the module)."""
+    ranks = (above + 1 + equal.double() / (tied + 1)).sort().values
+    middle = ranks[[(len(ranks) - 1) // 2, len(ranks) // 2]]  # torch.median takes the lower
     return {
         **{f"{name}/recall@{k}": r for k, r in expected_recalls(above, equal, tied, ks).items()},
-        f"{name}/median_rank": _median(above + 1 + equal.double() / (tied + 1)),
+        f"{name}/median_rank": float(middle.mean()),
         f"{name}/queries": len(above),
     }
 
@@ -150,33 +325,6 @@ def answered_within(
     return {k: chances[k] for k in ks}
 
 
-def _answers_by_ids(x: Tensor, y: Tensor, x_ids: Tensor | None, y_ids: Tensor | None) -> Answers:
-    """The right answers that `retrieval_metrics` is given, with all its arguments checked."""
-    _check_features(x, y)
-    if (x_ids is None) != (y_ids is None):
-        missing = "x_ids" if x_ids is None else "y_ids"
-        raise ValueError(f"x_ids and y_ids go together, but {missing} is None")
-    if x_ids is None or y_ids is None:
-        if len(x) != len(y):
-            raise ValueError(
-                f"without ids row i of x belongs to row i of y, so both need the same number of "
-                f"rows; got {len(x)} and {len(y)}"
-            )
-        x_ids = y_ids = torch.arange(len(x), device=x.device)
-    else:
-        _check_ids_of("x_ids", x_ids, x)
-        _check_ids_of("y_ids", y_ids, y)
-    return Answers.by_ids(x_ids, y_ids)
-
-
-def _one_way(
-    name: str, x: Tensor, y: Tensor, right: Right, ks: Sequence[int], group: object | None
-) -> dict[str, float]:
-    answerable = _answerable(name, right)
-    placed = place(x[answerable], y, right.of(answerable), group)
-    return summarise(name, placed.above, placed.equal, placed.tied, ks)
-
-
 def _answerable(name: str, right: Right) -> Tensor:
     """A mask (m,) of the rows that have a right answer."""
     answerable = right.counts > 0
@@ -185,59 +333,7 @@ def _answerable(name: str, right: Right) -> Tensor:
     return answerable
 
 
-def _median(values: Tensor) -> float:
-    """The middle value, or the mean of the middle two (torch.median takes the lower)."""
-    ordered = values.sort().values
-    n = len(ordered)
-    return float((ordered[(n - 1) // 2] + ordered[n // 2]) / 2)
-
-
-def _check_features(x: Tensor, y: Tensor, *, rows_here: bool = True) -> None:
-    for name, features in (("x", x), ("y", y)):
-        if not isinstance(features, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(features).__name__}")
-        if features.ndim != 2:
-            raise ValueError(f"{name} must have shape (rows, d), got {tuple(features.shape)}")
-        if not features.is_floating_point():
-            raise TypeError(f"{name} must have a floating dtype, got {features.dtype}")
-        if rows_here and not len(features):
-            raise ValueError(f"{name} has no rows")
-    if x.shape[1] != y.shape[1]:
-        raise ValueError(f"x and y must have the same width, got {x.shape[1]} and {y.shape[1]}")
-    if x.dtype != y.dtype:
-        raise TypeError(f"x and y must have the same dtype, got {x.dtype} and {y.dtype}")
-    if x.device != y.device:
-        raise ValueError(f"x and y must be on the same device, got {x.device} and {y.device}")
-    for name, features in (("x", x), ("y", y)) if rows_here else ():
-        # Comparisons with NaN are false, so such a row would rank first: refuse to give a figure.
-        broken = int((~features.isfinite().all(1)).sum())
-        if broken:
-            raise ValueError(f"{name} has {broken} of {len(features)} rows that are not finite")
-
-
-def _check_ids(name: str, ids: Tensor) -> None:
-    if not isinstance(ids, Tensor) or ids.dtype != torch.int64:
-        came = ids.dtype if isinstance(ids, Tensor) else type(ids).__name__
-        raise TypeError(f"{name} must be an int64 tensor, got {came}")
-    if ids.ndim != 1:
-        raise ValueError(f"{name} must have one dimension, got shape {tuple(ids.shape)}")
-
-
-def _check_ids_of(name: str, ids: Tensor, features: Tensor) -> None:
-    _check_ids(name, ids)
-    if ids.shape != (len(features),):
-        raise ValueError(f"{name} must have shape ({len(features)},), got {tuple(ids.shape)}")
-    if ids.device != features.device:
-        raise ValueError(f"{name} must be on {features.device} as the features, got {ids.device}")
-
-
 def _check_ks(ks: Sequence[int]) -> None:
-    if not isinstance(ks, Collection):
-        raise TypeError(f"ks must be a sequence of integers, got {ks!r}")
-    if not len(ks):
-        raise ValueError("ks must name at least one k")
-    for k in ks:
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"ks must be integers, got {k!r}")
-        if k < 1:
-            raise ValueError(f"ks must be at least 1, got {k}")
+    wrong = not isinstance(ks, Collection) or any(type(k) is not int or k < 1 for k in ks)
+    if wrong or not len(ks):
+        raise ValueError(f"ks: expected integers from 1, got {ks!r}")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
 from itertools import compress
 from pathlib import Path
@@ -18,31 +19,36 @@ from megabatch import files
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError, naming, plural
-from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of
-from megabatch.evaluation.classification import ClassTask, Neighbours, score_classes
+from megabatch.evaluation.captions import GLYPHS, READING, open_val_data, reading_of
+from megabatch.evaluation.classification import ClassTask, score_classes
 from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.report.content import NAME as REPORT
-from megabatch.evaluation.report.content import Confusion
-from megabatch.evaluation.report.write import Shown, write_report
+from megabatch.evaluation.report import content
+from megabatch.evaluation.report.page import make_page
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
-from megabatch.evaluation.same_on_ranks import check_ranks
 from megabatch.evaluation.samples import Labelled, first_of, open_labelled
-from megabatch.evaluation.tasks import Task, digit_baseline, glyph_tasks, pairs_task, record, score
+from megabatch.evaluation.tasks import Matched, Task, digit_baseline, glyph_tasks, pairs_task, score
 from megabatch.evaluation.zeroshot import (
     CAPTIONED_DIGITS,
-    OPENAI,
     UNICODE_DIGITS,
     DigitLabels,
     Prompts,
     read_names,
     read_templates,
 )
+from megabatch.hints import option
 from megabatch.imports import named_extras
 from megabatch.models import glyph
-from megabatch.ranks import is_first, on_all_ranks
+from megabatch.ranks import all_gather_values, is_first, on_all_ranks
 from megabatch.references import refuse_references
 from megabatch.similarity.distributed.comm import rank_and_size
+
+# Settings that ranks need not share: of the process, and paths, since each machine may have its own
+# copies.
+_OF_A_RANK = {
+    *("device", "workers", "output", "run", "pretrained", "val_data", "image_folder"),
+    *("class_data", "class_train_data", "class_names", "templates"),
+}
 
 
 def _ignored(_: object) -> None:
@@ -84,10 +90,6 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate; the first rank writes figures and a report to the output folder.
 
-    `evaluation.json` contains the figures; `report.json` contains the examples and distributions
-    that the report shows in addition, so that `megabatch report` can write `report.html` again at
-    any time.
-
     `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run is
     evaluated on the `val_data` that it was trained with; or, if it had none and was trained on the
     built-in glyphs, as with `val_data="glyphs"` (held-out faces among their own names, held-out
@@ -114,10 +116,10 @@ def evaluate(
         UsageError: there is no run or no weights, files are damaged, or a setting is impossible.
     """
     started = time.perf_counter()
-    several = rank_and_size(group)[1] > 1
-    plan = on_all_ranks(lambda: _prepare(config, several, writes=is_first(group)), group)
-    opened, tasks, classes = plan.opened, plan.tasks, plan.classes
-    check_ranks(config, opened, tasks, classes, group)
+    several, writes = rank_and_size(group)[1] > 1, is_first(group)
+    plan = on_all_ranks(lambda: _prepare(config, several, writes), group)
+    opened, classes = plan.opened, plan.classes
+    check_ranks(config, opened, plan.tasks, classes, group)
     for line in _announcement(plan, config):
         announce(line)
     opened.towers.module.to(plan.device)
@@ -130,30 +132,31 @@ def evaluate(
         group,
         report=report,
     )
-    scored = [score(encoder, task) for task in tasks]
-    zero_shot, classification = {}, {}
-    confusions: dict[str, list[Confusion]] = {}
-    shown = [Shown(s.task.title, s.matched, s.task.picture_of, s.task.pictures_are) for s in scored]
+    retrieval, zero_shot, classification = {}, {}, {}
+    shown: list[Matched] = []
+    confusions: dict[str, list[dict[str, Any]]] = {}
+    for task in plan.tasks:
+        retrieval[task.key], matched = score(encoder, task)
+        shown.append(matched)
     if classes is not None:
-        classed = score_classes(encoder, classes)
-        if classed.zero_shot is not None and classed.matched is not None:
-            zero_shot[classes.key] = classed.zero_shot
-            shown.append(Shown(classes.title, classed.matched, of_classes=True))
-        if classed.classification is not None:
-            classification[classes.key] = classed.classification
-        confusions[classes.title] = classed.confusions
+        scored = score_classes(encoder, classes)
+        zero_shot = {classes.key: scored.zero_shot} if scored.zero_shot else {}
+        classification = {classes.key: scored.classification} if scored.classification else {}
+        shown += [scored.matched] if scored.matched else []
+        confusions[classes.title] = scored.confusions
     evaluation = {
         "run": _describe(opened, encoder),
-        "retrieval": {s.task.key: record(s) for s in scored},
+        "retrieval": retrieval,
         "zero_shot": zero_shot,
         "classification": classification,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "images_per_second": round(encoder.pace.images_per_second, 1),
+        "images_per_second": round(encoder.images / encoder.seconds, 1),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    if is_first(group):
+    if writes:
         on_figures(evaluation)
-        _write(plan.folder, opened.folder, evaluation, shown, confusions)
+        _write(plan.folder, evaluation)
+        write_report(plan.folder, opened.folder, shown, confusions)
     return evaluation
 
 
@@ -168,6 +171,21 @@ class _Plan:
     classes: ClassTask | None
 
 
+def _prepare(config: EvalConfig, several: bool, writes: bool) -> _Plan:
+    check(config)
+    device = choose_device(config.device, several=several)
+    if config.run is not None:
+        opened = open_run(config.run, ema=config.weights == "ema", trust=config.trust)
+    else:
+        assert config.model is not None  # by `check`, as is the folder
+        opened = open_model(config.model, config.pretrained)
+    folder = config.output or opened.folder
+    assert folder is not None
+    if writes and (problem := files.folder_problem(folder)):
+        raise UsageError(f"--output {folder}: {problem}")
+    return _Plan(device, folder, opened, *open_tasks(config, opened))
+
+
 def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
     """A description of the evaluation, with the files' notes and damage."""
     towers, classes = plan.opened.towers, plan.classes
@@ -176,33 +194,61 @@ def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
         weights += f", step {plan.opened.step:,}"
     lines = [f"{towers.name} ({weights}) on {plan.device}, {config.precision}:"]
     for task in plan.tasks:
-        lines.append(
-            f"  retrieval: {task.title}, {plural(len(task.samples), first_of(task.samples))}"
-        )
+        samples = plural(len(task.samples), first_of(task.samples))
+        lines.append(f"  retrieval: {task.title}, {samples}")
     if classes is not None:
         wanted = (classes.prompts is not None, classes.neighbours is not None, classes.probe)
         how = ", ".join(compress(METHODS, wanted))
-        lines.append(
-            f"  classification: {classes.title}, {plural(len(classes.test), 'image')} ({how})"
-        )
+        images = plural(len(classes.test), "image")
+        lines.append(f"  classification: {classes.title}, {images} ({how})")
         if classes.prompts is not None:
             lines.append(f"  prompts: {classes.prompts.shown()}")
-    sources = [*(task.samples for task in plan.tasks), classes and classes.test]
-    for source in sources:
+    for source in [*(task.samples for task in plan.tasks), classes and classes.test]:
         lines += [f"  note: {line}" for line in getattr(source, "notes", [])]
         lines += [f"  damaged: {line}" for line in getattr(source, "damage", [])]
     return lines
 
 
-def _prepare(config: EvalConfig, several: bool, *, writes: bool) -> _Plan:
-    check(config)
-    device = choose_device(config.device, several=several)
-    opened = _open(config)
-    folder = config.output or opened.folder
-    assert folder is not None  # by `check`
-    if writes and (problem := files.folder_problem(folder)):
-        raise UsageError(f"--output {folder}: {problem}")
-    return _Plan(device, folder, opened, *open_tasks(config, opened))
+def check_ranks(
+    config: EvalConfig,
+    opened: Opened,
+    tasks: Sequence[Task],
+    classes: ClassTask | None,
+    group: object,
+) -> None:
+    """Raise a UsageError, on all ranks, if their settings, weights or numbers of samples differ.
+
+    Each rank reads the files for itself and encodes its own part: with other files than rank 0's,
+    some samples would count twice and others not at all.
+    """
+    if rank_and_size(group)[1] == 1:
+        return
+    own = {f.name for f in fields(config)} - _OF_A_RANK
+    facts: dict[str, Any] = {option(name): str(getattr(config, name)) for name in sorted(own)}
+    facts["samples of the retrieval tasks"] = [len(task.samples) for task in tasks]
+    if classes is not None:
+        prompts = repr(classes.prompts and classes.prompts.texts())
+        facts["checksum of the prompts"] = zlib.crc32(prompts.encode())
+        for name, data in (("class_data", classes.test), ("class_train_data", classes.train)):
+            facts[f"images of {option(name)}"] = len(data) if data else 0
+            facts[f"classes of {option(name)}"] = data.classes if data else None
+    if opened.weights is not None:
+        checksum = 0
+        for tensor in opened.towers.module.state_dict().values():
+            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            checksum = zlib.crc32(data, checksum)
+        facts["checksum of the weights"] = checksum
+    found = all_gather_values(facts, group)
+    for rank, of_rank in enumerate(found):
+        for name, value in of_rank.items():
+            if value != found[0][name]:
+                raise UsageError(
+                    f"{name}: {value} on rank {rank}, {found[0][name]} on rank 0; expected the "
+                    "same on all of them"
+                )
+
+
+# Tasks.
 
 
 def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTask | None]:
@@ -211,17 +257,25 @@ def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTas
     Raises:
         UsageError: data cannot be opened, do not suit the model, or are missing.
     """
-    if opened.towers.first == "text":
-        _refuse_images(config, opened.towers.name)
-    elif config.csv_query_key is not None:
+    model, images = opened.towers.name, ("class_data", "image_folder", "split", "csv_img_key")
+    of_texts = opened.towers.first == "text"
+    unfit = images if of_texts else ("csv_query_key",)
+    for name in unfit:
+        if getattr(config, name) is not None:
+            takes = "texts with texts, not images" if of_texts else "images with texts, not texts"
+            raise UsageError(f"{option(name)}: {model} takes {takes}")
+    if of_texts and (config.val_data or "").endswith(".json"):
         raise UsageError(
-            f"--csv-query-key: {opened.towers.name} takes images with texts, not texts"
+            f"{model} takes texts with texts, but {config.val_data} is a list of images (pairs of "
+            "texts are read from tables)"
         )
     config = _with_default_data(config, opened)
     # One set for both kinds of tasks, since rendering it takes seconds.
-    of_glyphs = _trained_on_glyphs(opened) and config.class_data == DIGITS
+    of_glyphs = config.class_data == DIGITS and _trained_on_glyphs(opened)
     glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
-    return _retrieval_tasks(config, opened, glyphs), _class_task(config, opened, glyphs)
+    return _retrieval_tasks(config, opened, glyphs), _class_task(
+        config, glyphs if of_glyphs else None
+    )
 
 
 def _trained_on_glyphs(opened: Opened) -> bool:
@@ -258,79 +312,42 @@ def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
     return replace(config, val_data=GLYPHS, class_data=DIGITS)
 
 
-def _refuse_images(config: EvalConfig, model: str) -> None:
-    """Refuse options for images, for a model of text pairs."""
-    for option in ("class_data", "image_folder", "split", "csv_img_key"):
-        if getattr(config, option) is not None:
-            option = option.replace("_", "-")
-            raise UsageError(f"--{option}: {model} takes texts with texts, not images")
-    if config.val_data is not None and config.val_data.endswith(".json"):
-        raise UsageError(
-            f"{model} takes texts with texts, but {config.val_data} is a list of images (pairs of "
-            "texts are read from tables)"
-        )
-
-
-def _open(config: EvalConfig) -> Opened:
-    if config.run is not None:
-        return open_run(config.run, ema=config.weights == "ema", trust=config.trust)
-    assert config.model is not None  # by `check`
-    return open_model(config.model, config.pretrained)
-
-
 def _retrieval_tasks(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> list[Task]:
-    val_data = config.val_data
+    val_data, towers = config.val_data, opened.towers
     if val_data is None:
         return []
-    if val_data == GLYPHS and opened.towers.first == "image":
+    if val_data == GLYPHS and towers.first == "image":
         assert glyphs is not None
         return glyph_tasks(glyphs)
-    own = {
-        "image_column": config.csv_img_key,
-        "query_column": config.csv_query_key,
-        "caption_column": config.csv_caption_key,
-        "separator": config.csv_separator,
-    }
+    own = {name: getattr(config, setting) for name, setting in READING.items()}
     reading = reading_of(opened.config, val_data)
-    reading |= {option: value for option, value in own.items() if value is not None}
+    reading |= {name: value for name, value in own.items() if value is not None}
+    more: dict[str, Any] = {"image_folder": config.image_folder, "split": config.split}
     with naming("--val-data"):
-        samples = open_val_data(
-            val_data,
-            opened.towers.name,
-            opened.towers.first,
-            reading,
-            image_folder=config.image_folder,
-            split=config.split,
-        )
+        samples = open_val_data(val_data, towers.name, towers.first, reading, **more)
     return [pairs_task(val_data, samples)]
 
 
-def _class_task(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> ClassTask | None:
+def _class_task(config: EvalConfig, glyphs: GlyphSet | None) -> ClassTask | None:
+    """The classification task; `glyphs`: those that the model was trained on, for the digits."""
     if config.class_data is None:
         return None
-    train = None
+    options: dict[str, Any] = {}
     if config.class_train_data is not None:
         with naming("--class-train-data"):
-            train = open_labelled(config.class_train_data)
-    trained = train is not None
-    options: dict[str, Any] = {
-        "train": train,
-        "neighbours": Neighbours(config.knn_k, config.knn_temperature)
-        if trained and "knn" in config.methods
-        else None,
-        "probe": trained and "linear-probe" in config.methods,
-    }
+            options["train"] = open_labelled(config.class_train_data)
+        if "knn" in config.methods:
+            options["neighbours"] = config.knn_k, config.knn_temperature
+        options["probe"] = "linear-probe" in config.methods
     if config.class_data != DIGITS:
         with naming("--class-data"):
             test = open_labelled(config.class_data)
         return ClassTask(config.class_data, test, _prompts(config, test), **options)
     digits = DigitLabels()
-    of_glyphs = _trained_on_glyphs(opened)
-    prompts = _prompts(config, digits, UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS)
-    if of_glyphs:
-        assert glyphs is not None
+    prompts = _prompts(config, digits, UNICODE_DIGITS if glyphs else CAPTIONED_DIGITS)
+    if glyphs is not None:
         options["baseline"] = lambda: digit_baseline(
-            glyphs, UNICODE_DIGITS.names, digits.images, digits.labels()
+            glyphs, UNICODE_DIGITS.names, digits.images, digits.labels
         )
     note = "Scikit-learn's 8×8 images, enlarged."
     return ClassTask("handwritten digits", digits, prompts, **options, key=DIGITS, note=note)
@@ -340,20 +357,22 @@ def _prompts(config: EvalConfig, test: Labelled, built_in: Prompts | None = None
     """The requested prompts, or else the data's own, which may be `built_in`."""
     if "zero-shot" not in config.methods:
         return None
-    if built_in is not None and config.templates is None and config.class_names is None:
-        return built_in
-    if built_in is not None and config.class_names is None:
-        names, named_by = built_in.names, "the digits' own"
-    else:
+    if built_in is None or config.class_names is not None:
         names = read_names(config.class_names, test.classes, test.n_classes)
         named_by = config.class_names or "those of the data"
-    if built_in is not None and config.templates is None:
-        templates, worded_by = built_in.templates, built_in.source
     else:
-        own = None if test.templates is None else str(test.templates)
-        worded_by = config.templates or own or OPENAI
+        names, named_by = built_in.names, "the digits' own"
+        if config.templates is None:
+            return built_in
+    if built_in is None or config.templates is not None:
+        worded_by = config.templates or str(test.templates or "openai")
         templates = read_templates(worded_by)
+    else:
+        templates, worded_by = built_in.templates, built_in.source
     return Prompts(names, templates, f"from {worded_by}; class names: {named_by}")
+
+
+# Results.
 
 
 def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
@@ -372,19 +391,19 @@ def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
     }
 
 
-def _write(
-    folder: Path,
-    run: Path | None,
-    evaluation: dict[str, Any],
-    shown: list[Shown],
-    confusions: dict[str, list[Confusion]],
-) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {folder}: cannot be made: {error.strerror or error}") from error
+def _write(folder: Path, evaluation: dict[str, Any]) -> None:
     text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
     with contextlib.suppress(OSError):  # of an earlier evaluation, if this process is killed now
-        (folder / REPORT).unlink()
+        (folder / content.NAME).unlink()
     write_atomically(folder / "evaluation.json", text + "\n")
-    write_report(folder, run, shown, confusions)
+
+
+def write_report(
+    folder: Path,
+    run: Path | None,
+    shown: Sequence[Matched],
+    confusions: dict[str, list[dict[str, Any]]],
+) -> None:
+    """Write `report.json` and `report.html` next to `folder/evaluation.json`."""
+    content.save(folder, run, shown, confusions)
+    write_atomically(folder / "report.html", make_page([folder]))

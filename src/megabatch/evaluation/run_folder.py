@@ -48,7 +48,10 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
             damaged or belong to another model.
     """
     config = read_config(folder)
-    candidates = _moving_average(folder) if ema else _weight_files(folder)
+    average = folder / "model-ema.safetensors"
+    if ema and not average.is_file():
+        raise UsageError(f"{folder} has no {average.name}: it was trained without --ema-decay")
+    candidates = [average] if ema else _weight_files(folder)
     if not candidates:
         raise UsageError(f"{folder} has no weights: neither model.safetensors nor a checkpoint")
     model = config.get("model")
@@ -115,20 +118,12 @@ def validated_on(record: dict[str, Any]) -> str | None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """`megabatch.files.write_text`, with a UsageError if the file cannot be written."""
+    """`megabatch.files.write_text`, also into a new folder; UsageError if it cannot be written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, text)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def _moving_average(folder: Path) -> list[Path]:
-    path = folder / "model-ema.safetensors"
-    if not path.is_file():
-        raise UsageError(
-            f"{folder} has no model-ema.safetensors: it was trained without --ema-decay"
-        )
-    return [path]
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import torch
-from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
 from megabatch.data.pairs import BadSample, decode_image
@@ -62,42 +57,16 @@ def first_of(samples: Samples[Any]) -> str:
     return str(getattr(samples, "first", "image"))
 
 
-class ConcatSamples:
-    """The samples of several sources, one source after the other."""
-
-    def __init__(self, sources: Sequence[Samples[Any]]) -> None:
-        self.sources = sources
-        self.damage = [line for source in sources for line in getattr(source, "damage", [])]
-        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
-        self._ends = list(itertools.accumulate(len(source) for source in sources))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int) -> Sample[Any]:
-        number = bisect.bisect_right(self._ends, index)
-        return self.sources[number][index - (self._ends[number - 1] if number else 0)]
-
-
-class Labelled(Protocol):
+class Labelled(Samples[int], Protocol):
     """Images with class labels.
 
     classes: the classes' names, None if they only have numbers; n_classes: how many there are;
-    templates: a file of prompt templates that came with the images. Some have `damage` as `Samples`
-    do.
+    templates: a file of prompt templates that came with the images.
     """
 
     classes: list[str] | None
     n_classes: int
     templates: Path | None
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Sample[int]: ...
-
-    def labels(self) -> Tensor:
-        """The class of every sample, int64 (n,), -1 if it has none, without reading an image."""
-        ...
 
 
 def open_labelled(spec: str) -> Labelled:
@@ -162,10 +131,6 @@ class FolderLabels:
             raise BadSample("unreadable image file", key) from error
         return Sample(decode_image(data, key), label, key)
 
-    def labels(self) -> Tensor:
-        """See `Labelled`."""
-        return torch.tensor([label for _, label in self._images], dtype=torch.int64)
-
 
 class ShardLabels(TarSamples):
     """WebDataset shards whose samples have an image and a class index, `cls`: 0, 1 ...
@@ -185,7 +150,7 @@ class ShardLabels(TarSamples):
         names = _beside(paths[0].parent, CLASS_NAMES)
         self.classes = read_lines(names) if names else None
         self.templates = _beside(paths[0].parent, TEMPLATES)
-        self.n_classes = len(self.classes) if self.classes else int(self.labels().max()) + 1
+        self.n_classes = len(self.classes) if self.classes else self._count()
 
     def __getitem__(self, index: int) -> Sample[int]:
         label = self._label(index)
@@ -193,21 +158,21 @@ class ShardLabels(TarSamples):
             raise BadSample("class index beyond the class names", self.key(index))
         return Sample(self.image(index), label, self.key(index))
 
-    def labels(self) -> Tensor:
-        """See `Labelled`."""
-        found = []
-        for index in range(len(self)):
-            try:
-                found.append(self._label(index))
-            except BadSample:
-                found.append(-1)
-        return torch.tensor(found, dtype=torch.int64)
-
     def _label(self, index: int) -> int:
         text = self.read(index, "cls")
         if not text.strip().isdigit():
             raise BadSample("class index is not a number", self.key(index))
         return int(text)
+
+    def _count(self) -> int:
+        """The number of classes: one more than the highest index."""
+        highest = -1
+        for index in range(len(self)):
+            try:
+                highest = max(highest, self._label(index))
+            except BadSample:
+                continue
+        return highest + 1
 
 
 def _beside(folder: Path, name: str) -> Path | None:

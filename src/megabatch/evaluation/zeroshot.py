@@ -1,8 +1,9 @@
-"""Zero-shot classification with class names and prompt templates (CLIP, Radford et al. 2021)."""
+"""Class names and prompt templates for zero-shot classification (CLIP, Radford et al. 2021)."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,18 +19,17 @@ from megabatch.data import glyphs
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, read_lines
 
-IMAGENET = "imagenet"
-OPENAI, SIMPLE = "openai", "simple"
+Names = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """Names of each class, and templates with `{}` where a name goes.
+    """One or several names of each class, and templates with `{}` where a name goes.
 
     source: a description of where both come from.
     """
 
-    names: tuple[tuple[str, ...], ...]
+    names: Names
     templates: tuple[str, ...]
     source: str = ""
 
@@ -46,6 +46,27 @@ class Prompts:
         more = f" and {len(self.templates) - 3} more" if len(self.templates) > 3 else ""
         return f"{first}{more} ({self.source})"
 
+    def distinct_names(self, classes: Sequence[str] | None) -> list[str]:
+        """Each class's first name, with its folder's if two share it, as in ImageNet."""
+        first = [names[0] for names in self.names]
+        folders = classes or [str(i) for i in range(len(first))]
+        again = Counter(first)
+        return [
+            name if again[name] == 1 else f"{name} ({i if folder == name else folder})"
+            for i, (name, folder) in enumerate(zip(first, folders, strict=True))
+        ]
+
+
+def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:
+    """Features of classes (c, d): each the normalised mean of its texts' normalised features.
+
+    `encode_texts` returns the features (n, d) of n texts.
+    """
+    texts = prompts.texts()
+    features = F.normalize(encode_texts([text for of_class in texts for text in of_class]), dim=-1)
+    means = [part.mean(0) for part in features.split([len(of_class) for of_class in texts])]
+    return F.normalize(torch.stack(means), dim=-1)
+
 
 def read_templates(choice: str) -> tuple[str, ...]:
     """Read templates with `{}` where the class name goes.
@@ -57,14 +78,10 @@ def read_templates(choice: str) -> tuple[str, ...]:
     Raises:
         UsageError: there is no such file, or a line has no placeholder.
     """
-    if choice in (OPENAI, SIMPLE):
+    if choice in ("openai", "simple"):
         import open_clip
 
-        known = (
-            open_clip.OPENAI_IMAGENET_TEMPLATES
-            if choice == OPENAI
-            else open_clip.SIMPLE_IMAGENET_TEMPLATES
-        )
+        known = getattr(open_clip, f"{choice.upper()}_IMAGENET_TEMPLATES")
         return tuple(template("{}") for template in known)
     if not Path(choice).is_file():
         raise UsageError(f"--templates {choice}: expected openai, simple or a file")
@@ -75,9 +92,7 @@ def read_templates(choice: str) -> tuple[str, ...]:
     return lines
 
 
-def read_names(
-    choice: str | None, classes: Sequence[str] | None, n_classes: int
-) -> tuple[tuple[str, ...], ...]:
+def read_names(choice: str | None, classes: Sequence[str] | None, n_classes: int) -> Names:
     """Read the names of each class.
 
     Args:
@@ -95,10 +110,8 @@ def read_names(
     if choice is None:
         if classes is None:
             raise UsageError("the shards have no classnames.txt: give names by --class-names")
-        names: tuple[tuple[str, ...], ...] = tuple(
-            (name.replace("_", " ").strip() or name,) for name in classes
-        )
-    elif choice == IMAGENET:
+        names: Names = tuple((name.replace("_", " ").strip() or name,) for name in classes)
+    elif choice == "imagenet":
         import open_clip
 
         names = tuple((name,) for name in open_clip.IMAGENET_CLASSNAMES)
@@ -115,34 +128,26 @@ def read_names(
     return names
 
 
-def _names_from_json(path: Path, classes: Sequence[str] | None) -> tuple[tuple[str, ...], ...]:
+def _names_from_json(path: Path, classes: Sequence[str] | None) -> Names:
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--class-names {path}: cannot be read: {error}") from error
-    if isinstance(document, list):
-        return tuple(_names_of(value, path) for value in document)
-    if not isinstance(document, dict):
+    if isinstance(document, dict):
+        values = list(document.values())
+        pairs = all(isinstance(v, list) and len(v) == 2 for v in values)
+        if pairs and {v[0] for v in values} & {*(classes or ())} - {*document}:
+            document = dict(values)  # of {"0": ["n01440764", "tench"], ...}
+        classes = classes or [str(i) for i in range(len(document))]
+        if missing := [name for name in classes if name not in document]:
+            raise UsageError(
+                f"--class-names {path}: none for {len(missing)} of {len(classes)} classes, such as "
+                f"{missing[0]!r}"
+            )
+        document = [document[name] for name in classes]
+    if not isinstance(document, list):
         raise UsageError(f"--class-names {path}: expected a list, or names by class folder")
-    if classes is None:
-        classes = [str(i) for i in range(len(document))]
-    by_class = _by_folder(document, classes)
-    missing = [name for name in classes if name not in by_class]
-    if missing:
-        raise UsageError(
-            f"--class-names {path}: none for {len(missing)} of {len(classes)} classes, such as "
-            f"{missing[0]!r}"
-        )
-    return tuple(_names_of(by_class[name], path) for name in classes)
-
-
-def _by_folder(document: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
-    """`document`, by folder also if it is {"0": ["n01440764", "tench"], ...}."""
-    values = list(document.values())
-    pairs = all(isinstance(v, list) and len(v) == 2 for v in values)
-    if pairs and not set(classes) & set(document) and {v[0] for v in values} & set(classes):
-        return {folder: name for folder, name in values}
-    return document
+    return tuple(_names_of(value, path) for value in document)
 
 
 def _names_of(value: Any, path: Path) -> tuple[str, ...]:
@@ -171,41 +176,17 @@ class DigitLabels:
     """Scikit-learn's 1,797 handwritten digits as labelled images; see `handwritten_digits`."""
 
     templates: Path | None = None
+    n_classes = len(_DIGITS)
 
     def __init__(self) -> None:
-        self.images, self._labels = handwritten_digits()
+        self.images, self.labels = handwritten_digits()
         self.classes: list[str] | None = list(_DIGITS)
-        self.n_classes = len(_DIGITS)
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Sample[int]:
-        return Sample(self.images[index], int(self._labels[index]), f"digit {index}")
-
-    def labels(self) -> Tensor:
-        """The digit of every image, int64 (1797,)."""
-        return self._labels
-
-
-def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:
-    """Features of classes (c, d): each the normalised mean of its texts' normalised features.
-
-    Args:
-        encode_texts: returns the features (n, d) of n texts.
-
-    Raises:
-        ValueError: there is no class or no template, a class has no name or a template no `{}`.
-    """
-    if not prompts.names or not prompts.templates or not all(prompts.names):
-        raise ValueError(f"prompts need a name for each class and a template, got {prompts}")
-    for template in prompts.templates:
-        if "{}" not in template:
-            raise ValueError(f"a template has {{}} where the class name goes, got {template!r}")
-    texts = prompts.texts()
-    features = F.normalize(encode_texts([text for of_class in texts for text in of_class]), dim=-1)
-    means = [part.mean(0) for part in features.split([len(of_class) for of_class in texts])]
-    return F.normalize(torch.stack(means), dim=-1)
+        return Sample(self.images[index], int(self.labels[index]), f"digit {index}")
 
 
 def handwritten_digits() -> tuple[list[Image.Image], Tensor]:

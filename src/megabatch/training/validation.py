@@ -41,9 +41,8 @@ class Validation:
 
     def __init__(self, config: TrainConfig, world: World) -> None:
         from megabatch.evaluation.config import EvalConfig
-        from megabatch.evaluation.run import open_tasks
+        from megabatch.evaluation.run import check_ranks, open_tasks
         from megabatch.evaluation.run_folder import Opened
-        from megabatch.evaluation.same_on_ranks import check_ranks
 
         self._world = world
         settings = to_dict(config)
@@ -92,7 +91,7 @@ class Validation:
             module.to(world.device)
             module.load_state_dict(dict(world.tensors_from_main(weights)))
             retrieval = {
-                task.key: {"model": score(encoder, task).figures["model"]} for task in self._tasks
+                task.key: {"model": score(encoder, task)[0]["model"]} for task in self._tasks
             }
             zero_shot: dict[str, Any] = {}
             if self._classes is not None:

@@ -31,25 +31,15 @@ def main(argv: list[str]) -> int:
     """Write the page and print its path; returns the exit code."""
     description = inspect.getdoc(ReportConfig) or ""
     config = parse(ReportConfig, argv, prog="megabatch report", description=description)
-    several = len(config.runs) > 1
-    output = config.output or (None if several else config.runs[0] / "report.html")
-    if output is None:
+    output = config.output or config.runs[0] / "report.html"
+    if config.output is None and len(config.runs) > 1:
         raise UsageError("--output: needed to compare several runs, such as comparison.html")
     if output.is_dir():
         raise UsageError(f"--output {output}: is a folder; expected a file")
-    for run in config.runs:
-        if not run.is_dir():
-            raise UsageError(f"{run} is not a folder")
     # --help and errors import as little as possible
-    from megabatch.evaluation.report.comparison import make_comparison
     from megabatch.evaluation.report.page import make_page
     from megabatch.evaluation.run_folder import write_atomically
 
-    page = make_comparison(config.runs) if several else make_page(config.runs[0])
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--output {output}: {error.strerror or error}") from error
-    write_atomically(output, page)
+    write_atomically(output, make_page(config.runs))
     print(f"report: {output}")
     return 0

@@ -1,40 +1,32 @@
-"""The page of one run or one evaluated model."""
+"""The page of one run or evaluated model, or of several that it compares."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, UndefinedError
+from markupsafe import Markup
 
-from megabatch.evaluation.report.charts import (
-    RUN_COLOURS,
-    Bars,
-    Series,
-    bars_chart,
-    curves_chart,
-    heat_map_chart,
-    histogram_chart,
-    is_number,
-    series,
-)
-from megabatch.evaluation.report.content import Point, TaskContent
-from megabatch.evaluation.report.sources import Source, read_source
-from megabatch.evaluation.run_folder import validated_on
+from megabatch.errors import UsageError, one_line
+from megabatch.evaluation.config import read_config
+from megabatch.evaluation.report import charts
+from megabatch.evaluation.report.charts import series
+from megabatch.evaluation.report.content import NAME, read
+from megabatch.evaluation.run_folder import read_metrics, validated_on
 from megabatch.evaluation.table import (
-    ACCURACY,
     CONTENDERS,
-    RETRIEVAL,
-    WAYS,
-    classification_groups,
+    OF_MODEL,
+    Group,
+    cell,
     direction,
+    groups,
     left_out,
-    retrieval_groups,
-    zero_shot_groups,
 )
-from megabatch.evaluation.tasks import KS
 
 CURVES = {
     "loss": "loss",
@@ -44,201 +36,227 @@ CURVES = {
     "pairs_per_second": "pairs per second",
 }
 _VALIDATION = ("recall@1", "top1")  # figures of evaluations during the training that are drawn
-_TITLE_LENGTH = 24  # letters of a data set's name above a chart
+# Of settings, of the last logged step, and of the evaluation.
+_FACTS = {
+    "model": ("model", "{}"),
+    "parameters": ("parameters", "{:,}"),
+    "train_data": ("training data", "{}"),
+    "global_batch_size": ("batch size", "{:,}"),
+    "micro_batch_size": ("micro-batch size", "{:,}"),
+    "loss": ("final loss", "{:.4f}"),
+    "step": ("steps", "{:,}"),
+    "epoch": ("epochs", "{:.4g}"),
+    "samples": ("pairs seen", "{:,.0f}"),
+    "seconds": ("training time", "{:,.0f} s"),
+    "mean_pace": ("pairs per second", "{:,.0f}"),
+    "weights": ("weights", "{}"),
+    "evaluated_step": ("evaluated step", "{:,}"),
+    "evaluation": ("evaluation", "{}"),
+}
 
 
-def make_page(folder: Path) -> str:
-    """The page of the run or evaluation in a folder, as HTML.
+@dataclass
+class Source:
+    """Everything that is known about a run or an evaluated model, whatever of it exists.
+
+    evaluation, content: of evaluation.json, {} if there is none, and of report.json. settings,
+    config: the run's config.toml, as a dictionary and as text; empty without a run. records: the
+    logged steps; validation: figures of evaluations during the training.
+    """
+
+    name: str
+    evaluation: dict[str, Any]
+    content: dict[str, Any]
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: str = ""
+    records: list[dict[str, Any]] = field(default_factory=list)
+    validation: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def outdated(self) -> str:
+        """A remark on the steps of the evaluation and of the log; "" if the run did not go on."""
+        step = self.evaluation.get("run", {}).get("step")
+        last = self.records[-1]["step"] if self.records else 0
+        if not isinstance(step, int) or step >= last:
+            return ""
+        return f"evaluated at step {step:,}, trained to step {last:,}"
+
+
+def read_source(folder: Path) -> Source:
+    """Read a run's folder, or the folder that an evaluation was written to.
 
     Raises:
-        UsageError: the folder has neither, or a file in it is damaged.
+        UsageError: it is neither, or a file in it is damaged.
     """
-    return render(read_source(folder))
+    evaluation = read(folder / "evaluation.json", "run", "retrieval", "zero_shot")
+    content = {"run": None, "tasks": [], "confusions": {}} | read(folder / NAME, "confusions")
+    run = folder / str(content["run"] or ".") if evaluation else folder
+    if not (run / "config.toml").is_file():
+        run = folder
+    if (run / "config.toml").is_file():
+        text = (run / "config.toml").read_text(encoding="utf-8", errors="replace")
+        logs = [read_metrics(run / f"{name}.jsonl") for name in ("metrics", "validation")]
+        return Source(run.resolve().name, evaluation, content, read_config(run), text, *logs)
+    if evaluation:
+        return Source(str(evaluation["run"].get("model", folder.name)), evaluation, content)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
+    raise UsageError(f"{folder} is not a run: it has neither config.toml nor evaluation.json")
 
 
-def render(source: Source) -> str:
-    """Render the page; all text that is inserted into it is escaped."""
-    evaluation, tasks = source.evaluation, source.content.tasks if source.content else []
-    curves = {
-        title: curve
-        for key, title in CURVES.items()
-        if (curve := series(source.records, key)) is not None
-    }
-    for figure in validation_figures([source]):
-        if (curve := figure.series(source)) is not None:
-            curves[figure.title] = curve
-    recall = _recall_panels(evaluation) if evaluation else []
-    shown = {name for _, panel in recall for name in panel.values}
-    return (
-        templates()
-        .get_template("page.html")
-        .render(
-            name=source.name,
-            evaluation=evaluation,
-            outdated=source.outdated,
-            facts=_facts(source),
-            recall=[(title, bars_chart(panel)) for title, panel in recall],
-            contenders=[(key, label) for key, label in CONTENDERS.items() if key in shown],
-            retrieval_columns=RETRIEVAL,
-            accuracy_columns=ACCURACY,
-            retrieval=retrieval_groups(evaluation) if evaluation else [],
-            zero_shot=zero_shot_groups(evaluation) if evaluation else [],
-            classification=classification_groups(evaluation),
-            by_class=_by_class(evaluation),
-            confusions=source.content.confusions if source.content else {},
-            left_out=left_out,
-            curves=[(title, curves_chart(title, {0: curve})) for title, curve in curves.items()],
-            missing_curves=[title for title in CURVES.values() if title not in curves],
-            tasks=tasks,
-            histograms=[histogram_chart(task.histogram) for task in tasks],
-            heat_maps=[heat_map_chart(task.heat_map) for task in tasks],
-            config=source.config,
-            short=_short,
-            method_name=lambda method: CONTENDERS.get(method, method),
-            way_name=_way_name,
-            point_colour=_point_colour,
-            cosine=lambda value: f"{round(value, 3) + 0.0:.3f}",  # no "-0.000"
-            classes_coloured=_classes_coloured,
-        )
-    )
+def make_page(folders: Sequence[Path]) -> str:
+    """The page of the run or evaluation in a folder, or of several, as HTML.
 
+    All text that is inserted into it is escaped.
 
-@dataclass(frozen=True)
-class ValidationFigure:
-    """A figure of evaluations during the training, on one set of data, and its curve's title."""
-
-    key: str
-    data: str | None
-    title: str
-
-    def series(self, source: Source) -> Series | None:
-        """The run's curve; None if the run has no such figure."""
-        on_data = [record for record in source.validation if validated_on(record) == self.data]
-        return series(on_data, self.key)
-
-
-def validation_figures(sources: Sequence[Source]) -> list[ValidationFigure]:
-    """The figures of evaluations during the training that are drawn, of any of the runs.
-
-    Figures on different data have curves of their own, whose titles then name the data.
+    Raises:
+        UsageError: a folder has neither, or a file in it is damaged.
     """
-    found = dict.fromkeys(
-        (key, validated_on(record))
-        for source in sources
-        for record in source.validation
-        for key in record
-        if key.endswith(_VALIDATION)
-    )
-    several = len({data for _, data in found}) > 1
-    figures = []
-    for key, data in found:
-        title = "validation: " + key.replace("/", ", ").replace("_", " ")
-        if several:
-            title += f", on {data or 'the default data'}"
-        figures.append(ValidationFigure(key, data, title))
-    return figures
-
-
-def templates() -> Environment:
-    """The environment of the templates: all that is inserted is escaped, nothing is undefined."""
-    return Environment(
+    sources = [read_source(folder) for folder in folders]
+    names = [source.name for source in sources]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in folders]
+    environment = Environment(
         loader=PackageLoader("megabatch.evaluation.report", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    several = len(sources) > 1
+    try:
+        found = [groups(source.evaluation) for source in sources]
+        return environment.get_template("page.html").render(
+            name=f"{len(sources)} runs compared" if several else names[0],
+            names=names,
+            sources=sources,
+            several=several,
+            facts=_by_run([_facts(source) for source in sources]),
+            settings=_by_run([_settings(source) for source in sources], differ=True),
+            curves=_curves(sources, names),
+            tables=_tables(found),
+            bars=[] if several else [_bars(group) for group in found[0]],
+            colours=charts.COLOURS,
+            contenders={CONTENDERS[key]: n for key, n in charts.OF_CONTENDER.items()},
+            **{f.__name__: f for f in (cell, direction, left_out)},
+            **{f.__name__: f for f in (charts.histogram_chart, charts.heat_map_chart)},
+        )
+    except (UndefinedError, KeyError, TypeError, ValueError) as error:
+        where = ", ".join(map(str, folders))
+        raise UsageError(
+            f"{where}: a file of the evaluation is not as this version of megabatch writes it "
+            f"({one_line(error, 200)}): evaluate again"
+        ) from error
 
 
-def _by_class(evaluation: dict[str, Any]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """The classes of each zero-shot task, the worst first; of many, the first and last ten."""
-    tables = []
-    for task in evaluation.get("zero_shot", {}).values():
-        recalls = sorted(task.get("recall_by_class", {}).items(), key=lambda item: item[1])
-        rows = [(name, f"{100 * recall:.1f}%") for name, recall in recalls]
-        if len(rows) > 20:
-            rows = [*rows[:10], ("…", ""), *rows[-10:]]
-        if rows:
-            tables.append((task["title"], rows))
-    return tables
+def _by_run(values: list[dict[str, str]], *, differ: bool = False) -> list[tuple[str, list[str]]]:
+    """The runs' values under each name, all or those that differ."""
+    names = dict.fromkeys(name for of_run in values for name in of_run)
+    rows = [(name, [of_run.get(name, "–") for of_run in values]) for name in names]
+    return [row for row in rows if not differ or len(set(row[1])) > 1]
 
 
-def _facts(source: Source) -> list[tuple[str, str]]:
-    settings, evaluation = source.settings, source.evaluation
-    run = evaluation.get("run", {})
-    model = run.get("model", settings.get("model", ""))
-    if "parameters" in run:
-        model = f"{model}, {run['parameters'] / 1e6:.1f} M parameters"
-    facts = [("model", model), ("training data", settings.get("train_data", run.get("train_data")))]
-    batch, micro_batch = (settings.get(f"{kind}_batch_size") for kind in ("global", "micro"))
-    if isinstance(batch, int):
-        of = f", micro-batches of {micro_batch:,}" if isinstance(micro_batch, int) else ""
-        facts.append(("batch size", f"{batch:,}{of}"))
-    if source.records:
-        last = source.records[-1]
-        for key, term, form in (
-            ("loss", "final loss", "{:.4f}"),
-            ("step", "steps", "{:,}"),
-            ("epoch", "epochs", "{:.4g}"),
-            ("samples", "pairs seen", "{:,.0f}"),
-            ("seconds", "training time", "{:,.0f} s"),
-        ):
-            if is_number(last.get(key)):
-                facts.append((term, form.format(last[key])))
+def _facts(source: Source) -> dict[str, str]:
+    evaluation = source.evaluation
+    run, last = evaluation.get("run", {}), source.records[-1] if source.records else {}
+    values = {**source.settings, **run, "step": None, **last, "evaluated_step": run.get("step")}
+    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
+        values["mean_pace"] = last["samples"] / last["seconds"]  # of all steps
     if evaluation:
-        facts.append(("weights", run.get("weights")))
-        if source.evaluated_step is not None:
-            facts.append(("evaluated step", f"{source.evaluated_step:,}"))
         how = f"{run.get('device')}, {run.get('precision')}"
-        facts.append(("evaluation", f"{evaluation.get('seconds', 0):.0f} s on {how}"))
-    return [(term, str(value)) for term, value in facts if value]
+        values["evaluation"] = f"{evaluation.get('seconds', 0):.0f} s on {how}"
+    facts = {}
+    for key, (term, form) in _FACTS.items():
+        with contextlib.suppress(ValueError, TypeError):  # not a number, or none
+            if values.get(key) is not None:
+                facts[term] = form.format(values[key])
+    return facts
 
 
-def _recall_panels(evaluation: dict[str, Any]) -> list[tuple[str, Bars]]:
-    """Image to text of every task, then the classification tasks, then text to image."""
-    retrieval = evaluation["retrieval"].values()
-    recalls = [f"recall@{k}" for k in KS]
-    classed = [
-        *((task, "zero-shot, top k") for task in evaluation["zero_shot"].values()),
-        *((task, "trained, top k") for task in evaluation.get("classification", {}).values()),
-    ]
-    there, back = (
-        [
-            _panel(task, direction(task, way, "to"), [f"{way}/{r}" for r in recalls], KS)
-            for task in retrieval
-        ]
-        for way in WAYS
-    )
-    return [*there, *(_panel(*task, ["top1", "top5"], (1, 5)) for task in classed), *back]
-
-
-def _panel(
-    task: dict[str, Any], subtitle: str, keys: list[str], ks: Sequence[int]
-) -> tuple[str, Bars]:
-    values = {
-        name: [task[name][key] for key in keys]
-        for name in CONTENDERS
-        if keys[0] in task.get(name, {})
+def _settings(source: Source) -> dict[str, str]:
+    """A run's settings, as texts, without its own folder."""
+    return {
+        key: value if isinstance(value, str) else json.dumps(value, default=str)
+        for key, value in source.settings.items()
+        if key != "output"
     }
-    title = f"{_short(task['title'])}: {subtitle}"
-    return title, Bars(title, [f"@{k}" for k in ks], values)
 
 
-def _short(title: str) -> str:
-    """A data set's title; of a long path the end, which is the most specific."""
-    return title if len(title) <= _TITLE_LENGTH else "…" + title[1 - _TITLE_LENGTH :]
+def _curves(
+    sources: Sequence[Source], names: Sequence[str]
+) -> tuple[list[tuple[str, Markup]], list[str]]:
+    """A chart for each quantity that any run logged, and lines about what is missing.
+
+    Runs of different batch sizes are compared by the pairs that they have seen. Evaluations during
+    the training on different data have curves of their own, whose titles then name the data.
+    """
+    batches = {source.settings.get("global_batch_size") for source in sources}
+    logged = [source.records[-1] for source in sources if source.records]
+    by_pairs = len(batches) > 1 and all("samples" in last for last in logged)
+    x, label = ("samples", "pairs seen") if by_pairs else ("step", "step")
+    curves = {t: ([series(s.records, key, x) for s in sources], label) for key, t in CURVES.items()}
+    figures = {
+        (key, validated_on(record)): None
+        for source in sources
+        for record in source.validation
+        for key in record
+        if key.endswith(_VALIDATION)
+    }
+    for key, data in figures:
+        title = "validation: " + key.replace("/", ", ").replace("_", " ")
+        if len({data for _, data in figures}) > 1:
+            title += f", on {data or 'the default data'}"
+        on_data = [[r for r in s.validation if validated_on(r) == data] for s in sources]
+        curves[title] = [series(records, key) for records in on_data], "step"
+    drawn, missing = [], []
+    for title, (of_runs, label) in curves.items():
+        present = {i: curve for i, curve in enumerate(of_runs) if len(curve)}
+        if present:
+            drawn.append((title, charts.curves_chart(title, present, label)))
+        absent = [n for i, n in enumerate(names) if sources[i].records and i not in present]
+        if absent:
+            missing.append(f"Without {title} in the log: {', '.join(absent)}.")
+    silent = [n for n, s in zip(names, sources, strict=True) if s.config and not s.records]
+    if silent:
+        missing.append(f"Without a log of training (metrics.jsonl): {', '.join(silent)}.")
+    return drawn, missing
 
 
-def _way_name(task: TaskContent, way: str) -> str:
-    return direction({"first": task.first}, way, "→").capitalize()
+def _bars(group: Group) -> tuple[str, Markup]:
+    """A chart of the contenders' recalls or accuracies, with its title."""
+    title = f"{group.title}: {group.what}"
+    recalls = [i for i, column in enumerate(group.columns) if column != "median rank"]
+    complete = [i for i in recalls if all(row[i] is not None for row in group.rows.values())]
+    ticks = [list(group.columns)[i] for i in complete]
+    values = {name: [row[i] or 0.0 for i in complete] for name, row in group.rows.items()}
+    return title, charts.bars_chart(title, ticks, values)
 
 
-def _classes_coloured(points: Sequence[Point]) -> bool:
-    """Whether there are classes, and a colour for each."""
-    groups = [point.group for point in points if point.group is not None]
-    return bool(groups) and max(groups) < len(RUN_COLOURS)
+def _tables(found: Sequence[Sequence[Group]]) -> list[dict[str, Any]]:
+    """A table for each task: all contenders of one run, or the models of several, the best marked.
+
+    Runs are compared on equal data alone, which have equal headings.
+    """
+    several = len(found) > 1
+    tables: dict[str, dict[str, Any]] = {}
+    for run, of_run in enumerate(found):
+        for group in of_run:
+            new = {"heading": group.heading, "columns": list(group.columns), "rows": []}
+            table = tables.setdefault(group.heading, new)
+            table["rows"] += [
+                {"run": run, "contender": name, "label": CONTENDERS[name], "values": values}
+                for name, values in group.rows.items()
+                if name in OF_MODEL or not several
+            ]
+    for table in tables.values():
+        by_column = zip(*(row["values"] for row in table["rows"]), strict=True)
+        best = list(map(_best, table["columns"], by_column))
+        table["best"] = best if several else [None] * len(best)
+    return list(tables.values())
 
 
-def _point_colour(point: Point, by_class: bool) -> str:
-    """The variable of a point's colour: by its class, or by its kind."""
-    return RUN_COLOURS[point.group or 0] if by_class else RUN_COLOURS[int(point.second)]
+def _best(column: str, values: Sequence[float | None]) -> float | None:
+    """The best of several values, None if they do not differ."""
+    known = {value for value in values if value is not None}
+    best = min if column == "median rank" else max
+    return best(known) if len(known) > 1 else None
