@@ -114,8 +114,8 @@ def open_captioned(
     specs = split_spec(spec)
     images = one_each(image_column, "image_column", specs)
     captions = one_each(caption_column, "caption_column", specs)
-    sources = []
-    for one, *columns in zip(specs, images, captions, strict=True):
+    sources: list[Samples[Captions]] = []
+    for one, image, caption in zip(specs, images, captions, strict=True):
         if one == GLYPHS:  # open_pairs would take those for training
             raise UsageError(
                 f"{GLYPHS}: evaluated alone, as --val-data {GLYPHS}, with no other source"
@@ -131,7 +131,7 @@ def open_captioned(
         if one.endswith(".json"):
             sources.append(_open_json(paths[0], image_folder, split))
         elif is_list:
-            sources.append(_open_tables(paths, image_folder, *columns, separator))
+            sources.append(_open_tables(paths, image_folder, image, caption, separator))
         elif paths and _has_lists(shards := ShardCaptions(paths)):
             sources.append(shards)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +82,11 @@ def fit(features: Tensor, labels: Tensor, n_classes: int, c: float) -> Probe:
         c: the inverse strength of the regularisation.
     """
     n, d = features.shape
-    options = {"dtype": features.dtype, "device": features.device, "requires_grad": True}
+    options: dict[str, Any] = {
+        "dtype": features.dtype,
+        "device": features.device,
+        "requires_grad": True,
+    }
     probe = Probe(torch.zeros(n_classes, d, **options), torch.zeros(n_classes, **options), c)
     optimizer = torch.optim.LBFGS(
         [probe.weight, probe.bias],

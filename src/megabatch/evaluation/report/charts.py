@@ -87,7 +87,11 @@ def curves_chart(title: str, curves: Mapping[int, Any], x_label: str = "step") -
     ax = _axes()
     for number, curve in curves.items():
         x, values, low, high = curve.T
-        style = {"color": colour(number), "marker": "o" if len(x) == 1 else None, "lw": 1.4}
+        style: dict[str, Any] = {
+            "color": colour(number),
+            "marker": "o" if len(x) == 1 else None,
+            "lw": 1.4,
+        }
         ax.plot(x, values, _DASHES[number // 10 % len(_DASHES)], **style)
         if (high > low).any():
             ax.fill_between(x, low, high, color=colour(number), alpha=0.2, lw=0)
@@ -173,11 +177,12 @@ def _axes() -> Axes:
 
 def _svg(ax: Axes, alt: str) -> Markup:
     """The chart as an `<svg>` element, with a description of its content."""
-    buffer = io.StringIO()
+    buffer, figure = io.StringIO(), ax.figure
+    assert isinstance(figure, Figure)  # not a part of one
     # With this salt, ids differ between the charts of a page, and not between runs.
     with rc_context({"svg.hashsalt": alt}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        ax.figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<style.*?</style>", "", svg, flags=re.DOTALL)  # it would hold for all the page

@@ -288,7 +288,7 @@ def _tsne(features: Tensor) -> list[list[float]]:
     fitted = TSNE(init="pca", perplexity=perplexity, random_state=0).fit_transform(features.numpy())
     low, high = fitted.min(0), fitted.max(0)
     places = (fitted.astype(float) - low) / (high - low).clip(min=1e-12)
-    return places.round(3).tolist()  # type: ignore[no-any-return]
+    return places.round(3).tolist()
 
 
 def _sample(matched: Matched, n: int) -> tuple[Tensor, Tensor]:
