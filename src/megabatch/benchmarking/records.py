@@ -42,15 +42,19 @@ def command_line(output: Path) -> str:
     return shlex.join(["python", *words])
 
 
-def write(path: Path, command: str, records: Sequence[Any]) -> None:
-    """Write records (dataclasses) with command, commit, date, machine and versions, atomically."""
+def write(path: Path, command: str, records: Sequence[Any], **more: Any) -> None:
+    """Write records (dataclasses or dicts) with command, commit, date, machine, versions and more.
+
+    The file is replaced as a whole.
+    """
     content = {
         "command": command,
         "commit": commit(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": versions(),
-        "records": [asdict(record) for record in records],
+        **more,
+        "records": [one if isinstance(one, dict) else asdict(one) for one in records],
     }
     files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 

@@ -12,8 +12,8 @@ from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.errors import OutOfMemory, plural
 from megabatch.gradient_cache.checks import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.offload import StepMemory, free
-from megabatch.planning.kept import kept_at_most, kept_count
 from megabatch.planning.machine import FRAGMENTATION
+from megabatch.planning.micro_batches import kept_at_most, kept_count
 from megabatch.training.parallel import Layout
 from megabatch.training.world import World
 
