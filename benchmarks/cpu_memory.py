@@ -9,9 +9,6 @@ is for sizes at which one pass takes minutes. Linux only.
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 import megabatch as mb
-from megabatch.benchmarking.records import environment
+from megabatch.benchmarking import records
 
 
 def peak_bytes() -> int:
@@ -56,11 +53,7 @@ def main() -> None:
         "peak_bytes_before": before,
         "loss": loss.item(),
     }
-    command = shlex.join(["python", "benchmarks/cpu_memory.py", *sys.argv[1:]])
-    content = {
-        "command": command, **environment(), "records": [record]
-    }  # fmt: skip
-    options.output.write_text(json.dumps(content, indent=1) + "\n")
+    records.write(options.output, records.command_line(options.output), [record])
     print(record)
 
 

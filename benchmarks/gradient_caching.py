@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import megabatch as mb
-from megabatch.benchmarking.records import environment
+from megabatch.benchmarking import records
 
 
 class Tower(nn.Module):
@@ -137,11 +135,7 @@ def main() -> None:
     }
     print(json.dumps(record))
     if options.output:
-        command = shlex.join(["python", "benchmarks/gradient_caching.py", *sys.argv[1:]])
-        content = {
-            "command": command, **environment(), "records": [record]
-        }  # fmt: skip
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        records.write(options.output, records.command_line(options.output), [record])
 
 
 if __name__ == "__main__":

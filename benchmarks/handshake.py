@@ -46,17 +46,12 @@ def main() -> None:
     channels["gloo"] = control.GlooChannel(group._get_backend(cpu), board)
     found = {name: microseconds(channel, options.calls) for name, channel in channels.items()}
     if group.rank() == 0:
-        content = {
-            "command": records.command_line(options.output) if options.output else "",
-            **records.environment(),
-            "processes": group.size(),
-            "bytes": SIZE,
-            "kinds": {name: type(channel).__name__ for name, channel in channels.items()},
-            "microseconds": found,
-        }
         print(json.dumps(found))
         if options.output:
-            options.output.write_text(json.dumps(content, indent=1) + "\n")
+            kinds = {name: type(channel).__name__ for name, channel in channels.items()}
+            about = {"processes": group.size(), "bytes": SIZE, "kinds": kinds}
+            command = records.command_line(options.output)
+            records.write(options.output, command, [], **about, microseconds=found)
     dist.barrier()
     ranks.leave()
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import os
 import random
-import shlex
 import signal
 import subprocess
 import sys
@@ -28,7 +27,7 @@ import numpy as np
 from PIL import Image
 
 from machinery.ranks import free_port
-from megabatch.benchmarking.records import environment
+from megabatch.benchmarking import records
 
 # The program, which also records the samples of each step on each process.
 _PROGRAM = """
@@ -80,12 +79,8 @@ def main() -> int:
             "same_order": straight.order() == killed.order(),
             "seconds": round(time.perf_counter() - begun, 1),
         }
-    command = shlex.join(["python", "benchmarks/kill_resume.py", *sys.argv[1:]])
-    content = {
-        "command": command, **environment(), "records": [record]
-    }  # fmt: skip
     if options.output is not None:
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        records.write(options.output, records.command_line(options.output), [record])
     print(json.dumps(record))
     return 0 if record["same_weights"] and record["same_order"] else 1
 

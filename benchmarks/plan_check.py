@@ -7,7 +7,7 @@ Each measured configuration of the trainer in the records is planned anew, with 
 had and no other knowledge: the plan also chooses how many micro-batches are kept. The peak is the
 allocator's. The time is a step's, without waiting for data. The exit code is 1 if one deviates by
 more. Those that say "calibrates" are the ones from which the package's constants of the encoders
-come (`megabatch.planning.simulation.hardware.Encoding`); all others are predicted. The loss alone,
+come (`megabatch.planning.speeds.Speeds`); all others are predicted. The loss alone,
 on one to four GPUs, has a check of its own: benchmarks/simulation.py. Needs no GPU.
 """
 
@@ -32,10 +32,10 @@ from megabatch.gradient_cache.by_length import equal_rows
 from megabatch.models import Towers, create
 from megabatch.models.layers import Tower
 from megabatch.planning import make_plan
-from megabatch.planning.lengths import TextLengths, cut
 from megabatch.planning.machine import other_machine
+from megabatch.planning.micro_batches import TextLengths, cut
 from megabatch.planning.plan import Plan
-from megabatch.planning.simulation.hardware import datasheet
+from megabatch.planning.speeds import datasheet
 from paper_tables import DIFFERENT
 
 RESULTS = Path(__file__).parent / "results"
@@ -122,7 +122,7 @@ class Measured:
         """The plan of the run."""
         sheet = datasheet(self.device)
         assert sheet is not None
-        machine = other_machine(self.gpus, sheet.memory, self.device)
+        machine = other_machine(self.gpus, sheet.capacity, self.device)
         return make_plan(self.config, self.towers, machine, lengths=self.lengths)
 
 
@@ -265,9 +265,9 @@ def retriever(record: dict[str, Any]) -> Measured:
 def compared(one: Measured) -> tuple[str, bool]:
     """A line with the plan next to the measurement, and whether both deviations are allowed."""
     plan = one.plan()
-    assert plan.step is not None
+    assert plan.seconds is not None
     memory = (plan.peak - one.before) / one.peak - 1
-    time = plan.step.total / one.seconds - 1
+    time = plan.seconds / one.seconds - 1
     good = abs(memory) <= MEMORY and (abs(time) <= TIME or not one.judged)
     config = one.config
     kept = "?" if one.kept is None else one.kept

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from machinery import fitted, simulated
+from machinery.cluster.hardware import Cluster, Gpu
+from machinery.cluster.schedules import Grid, Workload
+from machinery.cluster.step import Towers, compare, simulate
 from machinery.simulated import Measured
 from megabatch import files
 from megabatch.benchmarking import records
-from megabatch.planning.simulation.hardware import Cluster, Gpu
-from megabatch.planning.simulation.schedules import Grid, Workload
-from megabatch.planning.simulation.step import Towers, compare, simulate
 
 RESULTS = Path(__file__).parent / "results"
 #: The largest deviation of a simulated time from a measured one.

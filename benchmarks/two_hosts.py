@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -339,13 +338,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     if options.output:
-        content = {
-            "command": records.command_line(options.output),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            **records.environment(),
-            "records": found,
-        }
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        records.write(options.output, records.command_line(options.output), found)
     return 0
 
 

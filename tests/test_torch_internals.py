@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
 from megabatch import torch_internals
-from megabatch.planning.compiled import partitioned
 from megabatch.torch_internals import InternalsError, private
 
 SOURCES = Path(megabatch.__file__).parent
@@ -68,28 +66,6 @@ def attention() -> None:
         masked = torch_internals.masked_attention(query, key, value, mask, True, 0.0, False)
     for out, *_ in (plain, masked):
         assert (out.shape, out.stride()) == (query.shape, query.stride())
-
-
-def containers() -> None:
-    leaves, structure = torch_internals.flattened(({"a": 1}, [2, None]))
-    assert leaves == [1, 2, None]
-    assert torch_internals.unflattened([3, 4, 5], structure) == ({"a": 3}, [4, 5])
-
-
-def partition() -> None:
-    """A cheap operation is computed again: of x.sin().cos() the backward pass needs x alone."""
-    with torch_internals.fake_tensor_mode():
-        given = torch.empty(8, requires_grad=True), torch.empty(8)
-
-        def joint(x: torch.Tensor, gradient: torch.Tensor) -> list[torch.Tensor]:
-            y = x.sin().cos()
-            return [y, *torch.autograd.grad([y], [x], [gradient])]
-
-        whole = make_fx(joint, torch_internals.decompositions())(*given)
-        first, second = partitioned(whole, 1, 1, [])
-    results = next(node for node in first.graph.nodes if node.op == "output").args[0]
-    assert [str(node) for node in results[1:]] == ["primals_1"]
-    assert len([node for node in second.graph.nodes if node.op == "placeholder"]) == 2
 
 
 def fake() -> None:
@@ -202,10 +178,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "_cdata": storages,
     "_python_dispatch:TorchDispatchMode": dispatch,
     "_subclasses.fake_tensor:FakeTensorMode": fake,
-    "_pytree:tree_flatten": containers,
-    "_pytree:tree_unflatten": containers,
-    "_inductor.decomposition:select_decomp_table": partition,
-    "_functorch.partitioners:min_cut_rematerialization_partition": partition,
+    "_pytree:tree_leaves": leaves,
     "_scaled_dot_product_flash_attention": attention,
     "_scaled_dot_product_cudnn_attention": attention,
     "_dynamo_marked_constant": constants,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
+from machinery.cluster.hardware import Cluster, Spread
 from machinery.simulated import SWEEPS, Measured, read, scaling, single
-from megabatch.planning.simulation.hardware import Cluster, Spread
 
 
 def fit(results: Path) -> dict[str, float]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from megabatch.planning.simulation.hardware import Cluster, Gpu
-from megabatch.planning.simulation.schedules import Grid, Ring, Schedule, Workload
-from megabatch.planning.simulation.step import Result, simulate
+from machinery.cluster.hardware import Cluster, Gpu
+from machinery.cluster.schedules import Grid, Ring, Schedule, Workload
+from machinery.cluster.step import Result, simulate
 
 Record = dict[str, Any]
 

@@ -183,14 +183,8 @@ will_execute: Callable[[Any], bool] = _function("torch._C:_will_engine_execute_n
 
 TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
 fake_tensor_mode = _function("torch._subclasses.fake_tensor:FakeTensorMode")
-#: The leaves of nested containers, and their structure.
-flattened: Callable[[Any], tuple[list[Any], Any]] = _function("torch.utils._pytree:tree_flatten")
-#: Containers of a structure with other leaves.
-unflattened: Callable[[list[Any], Any], Any] = _function("torch.utils._pytree:tree_unflatten")
-#: The operations of compiled code.
-decompositions = _function("torch._inductor.decomposition:select_decomp_table")
-#: A trace divided into forward and backward pass as torch.compile does.
-partition = _function("torch._functorch.partitioners:min_cut_rematerialization_partition")
+#: The leaves of nested containers.
+tree_leaves: Callable[[Any], list[Any]] = _function("torch.utils._pytree:tree_leaves")
 #: Attention as GPUs compute it without a mask, and as H100s and H200s with one.
 flash_attention = _function("torch:ops.aten._scaled_dot_product_flash_attention")
 masked_attention = _function("torch:ops.aten._scaled_dot_product_cudnn_attention")
@@ -198,4 +192,4 @@ masked_attention = _function("torch:ops.aten._scaled_dot_product_cudnn_attention
 
 def tensors_in(results: Any) -> list[Tensor]:
     """The tensors among an operation's results."""
-    return [leaf for leaf in flattened(results)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megabatch import cli
-from megabatch.benchmarking import tune, tune_command
+from megabatch.benchmarking import tune
 from megabatch.benchmarking.tune import Candidate
 from megabatch.similarity.triton import configs
 from megabatch.similarity.triton.configs import VALUES, Config, Key
@@ -104,7 +104,7 @@ def test_the_command_keeps_what_it_found(
 ) -> None:
     monkeypatch.setenv("MEGABATCH_CACHE", str(tmp_path))
     targets = [FakeTarget("forward"), FakeTarget("backward")]
-    monkeypatch.setattr(tune_command, "_targets", lambda options: targets)
+    monkeypatch.setattr(tune, "_targets", lambda *_: targets)
     assert cli.main(["tune"]) == 0
     assert configs.read(tmp_path / "kernels.json") == {t.key(): GOAL for t in targets}
     shown = capsys.readouterr().out

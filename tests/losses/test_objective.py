@@ -16,8 +16,8 @@ from megabatch.errors import UsageError
 from megabatch.losses.objective import Objective, check_custom, create_objective
 from megabatch.losses.registry import TRAINABLE, describe_duplicates, describe_losses
 from megabatch.models import ModelOptions
-from megabatch.planning.loss import loss_seconds
-from megabatch.planning.simulation.hardware import gpu_named
+from megabatch.planning.seconds import loss_seconds
+from megabatch.planning.speeds import speeds_of
 from megabatch.training import TrainConfig
 
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
@@ -106,7 +106,7 @@ def test_model_planner_and_help_read_the_entry() -> None:
     options = ModelOptions.of({"loss": "siglip"})
     assert (options.init_logit_scale, options.init_logit_bias) == (math.log(10), -10.0)
     sigmoid, softmax = (
-        loss_seconds(TrainConfig(loss=name), 512, gpu_named("NVIDIA H200"), 1)
+        loss_seconds(TrainConfig(loss=name), 512, speeds_of("NVIDIA H200"), 1)
         for name in ("siglip", "clip")
     )
     assert sigmoid == pytest.approx(6 / 8 * softmax)

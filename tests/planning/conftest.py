@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megabatch.models import create
-from megabatch.planning import micro_batches
+from megabatch.planning import plan
 
 #: Micro-batches that `counted_once` has counted.
 _counted: dict[Any, Any] = {}
@@ -31,13 +31,12 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count each micro-batch of equal towers once for all tests, which takes most of a plan.
 
     Equal towers have parameters of the same names, shapes and dtypes, of which the same are
-    trained. Checkpointed or compiled blocks are counted each time.
+    trained. Checkpointed blocks are counted each time.
     """
-    measure = micro_batches.measure
+    measure = plan.measure
 
     def counted(module: nn.Module, *sizes: Any) -> Any:
-        *_, compiled = sizes
-        if compiled is not None or any("forward" in vars(part) for part in module.modules()):
+        if any("forward" in vars(part) for part in module.modules()):
             return measure(module, *sizes)
         weights = module.named_parameters()
         towers = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in weights)
@@ -46,4 +45,4 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
             _counted[key] = measure(module, *sizes)
         return _counted[key]
 
-    monkeypatch.setattr(micro_batches, "measure", counted)
+    monkeypatch.setattr(plan, "measure", counted)

@@ -4,8 +4,7 @@ import torch
 
 from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
-from megabatch.planning.lengths import TextLengths, sampled_lengths
-from megabatch.planning.micro_batches import side_by_side
+from megabatch.planning.micro_batches import TextLengths, sampled_lengths, side_by_side
 
 
 def test_micro_batches_are_those_of_a_run():

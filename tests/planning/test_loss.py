@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from megabatch.config.settings import TrainConfig
 from megabatch.losses import DistillClipLoss
 from megabatch.losses.objective import create_objective
-from megabatch.planning.loss import loss_bytes, loss_seconds, planned_bytes
 from megabatch.planning.machine import Machine, other_machine
-from megabatch.planning.simulation.hardware import gpu_named
+from megabatch.planning.memory import loss_bytes, planned_bytes
+from megabatch.planning.seconds import loss_seconds
+from megabatch.planning.speeds import speeds_of
 from megabatch.similarity import ops, set_workspace, settings, sigmoid, softmax, split_logsumexp
 from megabatch.similarity.distributed import schedule
 from megabatch.similarity.memory import Run
@@ -161,11 +162,11 @@ def test_there_are_such_records():
 
 def test_time_of_the_loss_on_an_h200():
     config = replace(TrainConfig(), global_batch_size=65536)
-    seconds = loss_seconds(config, 768, gpu_named("NVIDIA H200"), 1)
+    seconds = loss_seconds(config, 768, speeds_of("NVIDIA H200"), 1)
     assert abs(seconds * 1000 / measured(65536, 768)["ms"] - 1) < 0.05
-    assert loss_seconds(config, 768, gpu_named("NVIDIA H200"), 4) == seconds / 4
-    assert loss_seconds(config, 768, gpu_named("NVIDIA T4"), 1) is None
-    assert loss_seconds(replace(config, precision="fp32"), 768, gpu_named("H200"), 1) is None
+    assert loss_seconds(config, 768, speeds_of("NVIDIA H200"), 4) == seconds / 4
+    assert loss_seconds(config, 768, speeds_of("NVIDIA T4"), 1) is None
+    assert loss_seconds(replace(config, precision="fp32"), 768, speeds_of("H200"), 1) is None
 
 
 @pytest.mark.parametrize(

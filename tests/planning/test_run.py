@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megabatch import cli
-from megabatch.planning import Machine, micro_batches
+from megabatch.planning import Machine, plan
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -62,7 +62,7 @@ def test_a_model_that_cannot_be_counted_is_trained_all_the_same(train, monkeypat
     def fail(*_):
         raise RuntimeError("data-dependent output")
 
-    monkeypatch.setattr(micro_batches, "measure", fail)
+    monkeypatch.setattr(plan, "measure", fail)
     code, out, _, begun = train(1 << 40)
     assert (code, begun) == (0, True)
     assert "glyph-small cannot be planned: data-dependent output" in out

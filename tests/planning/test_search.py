@@ -6,8 +6,7 @@ import pytest
 
 from megabatch.config.settings import TrainConfig
 from megabatch.planning.machine import Machine, other_machine
-from megabatch.planning.make import create_planner, largest_batch
-from megabatch.planning.search import fastest, largest_of_fastest, search
+from megabatch.planning.plan import Planner, fastest, largest_of_fastest
 
 pytestmark = pytest.mark.usefixtures("counted_once")
 
@@ -15,22 +14,22 @@ CONFIG = TrainConfig(global_batch_size=2048, micro_batch_size=256, torchcompile=
 
 
 def test_sizes_that_fit_are_compared_and_the_largest_of_the_fastest_is_taken(glyph):
-    roomy = create_planner(CONFIG, glyph, other_machine(1, 80 << 30, "NVIDIA H200"))
-    plans = search(roomy)
+    roomy = Planner(CONFIG, glyph, other_machine(1, 80 << 30, "NVIDIA H200"))
+    plans = roomy.search()
     assert [plan.config.micro_batch_size for plan in plans] == [128, 256, 512, 1024, 2048]
     assert all(plan.fits for plan in plans)
     best = fastest(plans)
-    least = min(plan.step.total for plan in plans)
-    assert best.step.total <= 1.02 * least
-    assert all(plan.step.total > 1.02 * least for plan in plans[plans.index(best) + 1 :])
-    exact = roomy.plan(replace(CONFIG, micro_batch_size=512))
+    least = min(plan.seconds for plan in plans)
+    assert best.seconds <= 1.02 * least
+    assert all(plan.seconds > 1.02 * least for plan in plans[plans.index(best) + 1 :])
+    exact = Planner(replace(CONFIG, micro_batch_size=512), glyph, roomy.machine).plan()
     found = plans[2]
     assert found.peak == pytest.approx(exact.peak, rel=0.03)
-    assert found.step.total == pytest.approx(exact.step.total, rel=0.03)
+    assert found.seconds == pytest.approx(exact.seconds, rel=0.03)
     none = replace(CONFIG, activation_memory="0")
-    peaks = [plan.peak for plan in search(create_planner(none, glyph, roomy.machine))]
+    peaks = [plan.peak for plan in Planner(none, glyph, roomy.machine).search()]
     limit = Machine("cuda", 1, (peaks[0] + peaks[-1]) // 2, name="NVIDIA H200")
-    tight = search(create_planner(none, glyph, limit))
+    tight = Planner(none, glyph, limit).search()
     assert tight[0].fits
     assert not tight[-1].fits
     assert fastest(tight).fits
@@ -42,13 +41,14 @@ def test_equally_fast_is_within_two_percent():
 
 
 def test_a_gpu_without_figures_has_no_times(glyph):
-    assert search(create_planner(CONFIG, glyph, other_machine(1, 80 << 30, "T4"))) == []
+    plans = Planner(CONFIG, glyph, other_machine(1, 80 << 30, "T4")).search()
+    assert {plan.seconds for plan in plans} == {None}
+    assert fastest(plans) is None
 
 
 def test_the_largest_batch_fits_and_one_that_is_larger_does_not(glyph):
-    planner = create_planner(CONFIG, glyph, other_machine(2, 4 << 30))
-    most = largest_batch(planner, planner.plan(CONFIG))
+    planner = Planner(CONFIG, glyph, other_machine(2, 4 << 30))
+    most = planner.largest_batch()
     assert most > 1 << 18
-    config = replace(CONFIG, activation_memory="0")
-    assert planner.plan(replace(config, global_batch_size=most)).fits
-    assert not planner.plan(replace(config, global_batch_size=int(1.1 * most))).fits
+    assert planner.plan(global_batch_size=most).fits
+    assert not planner.plan(global_batch_size=int(1.1 * most)).fits

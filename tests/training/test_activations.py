@@ -19,8 +19,8 @@ from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.models import create
 from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
-from megabatch.planning import micro_batches
-from megabatch.planning.kept import kept_count
+from megabatch.planning import plan
+from megabatch.planning.micro_batches import kept_count
 from megabatch.planning.plan import graph_bytes
 from megabatch.training import micro_batch, train
 from megabatch.training.micro_batch import KeptActivations, room_for_graphs
@@ -282,7 +282,7 @@ def test_a_model_that_cannot_be_counted_keeps_none(
     def fail(*_: object) -> None:
         raise RuntimeError("data-dependent output")
 
-    monkeypatch.setattr(micro_batches, "measure", fail)
+    monkeypatch.setattr(plan, "measure", fail)
     train(make_config(tmp_path, activation_memory="1GiB", steps=2, warmup=1))
     out = capsys.readouterr().out
     assert f"--activation-memory has no effect: {TINY} cannot be planned" in out

@@ -52,35 +52,18 @@ class Record:
     times_ms: tuple[float, ...] = ()
 
 
-def _megabatch() -> Loss:
-    return ClipLoss()
-
-
-def _dense() -> Loss:
-    return dense.clip_loss
-
-
 def _openclip() -> Loss:
     import open_clip
 
     return open_clip.ClipLoss()
 
 
-def _compiled(load: Callable[[], Loss]) -> Callable[[], Loss]:
-    """Under torch.compile for one size only, as in a training step."""
-
-    def made() -> Loss:
-        return torch.compile(load(), dynamic=False)
-
-    return made
-
-
 #: Functions that load the losses of (x (b, d), y (b, d), scale ()).
 CONTENDERS: dict[str, Callable[[], Loss]] = {
-    "megabatch": _megabatch,
-    "megabatch-compiled": _compiled(_megabatch),
-    "dense": _dense,
-    "dense-compiled": _compiled(_dense),
+    "megabatch": ClipLoss,
+    "megabatch-compiled": lambda: torch.compile(ClipLoss(), dynamic=False),  # for one size
+    "dense": lambda: dense.clip_loss,
+    "dense-compiled": lambda: torch.compile(dense.clip_loss, dynamic=False),
     "openclip": _openclip,
 }
 
@@ -172,9 +155,9 @@ def checked(case: Record, loss: Loss, given: Sequence[Tensor]) -> Record:
         lengths = true.norm(dim=-1) if true.dim() else true.abs()
         found.append((error.norm(dim=-1) if true.dim() else error.abs()).div(lengths).amax())
     of_loss, of_x, of_y, of_scale = (error.item() for error in found)
-    row = of_x if math.isnan(of_x) else max(of_x, of_y)
     if not all(map(math.isfinite, (of_loss, of_x, of_y, of_scale))):
         return replace(case, status="wrong", note="the loss or a gradient is not finite")
+    row = max(of_x, of_y)
     case = replace(case, max_row_error=row, loss_error=of_loss, scale_gradient_error=of_scale)
     for found_error, name in ((row, "a row's gradient"), (of_loss, "the loss")):
         if found_error > SANE[case.dtype]:

@@ -42,13 +42,17 @@ def command_line(output: Path) -> str:
     return shlex.join(["python", *words])
 
 
-def write(path: Path, command: str, records: Sequence[Any]) -> None:
-    """Write records (dataclasses) with command, date, machine, versions and sources, atomically."""
+def write(path: Path, command: str, records: Sequence[Any], **more: Any) -> None:
+    """Write records (dataclasses or dicts) with command, date, machine, versions, sources and more.
+
+    The file is replaced as a whole.
+    """
     content = {
         "command": command,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         **environment(),
-        "records": [asdict(record) for record in records],
+        **more,
+        "records": [one if isinstance(one, dict) else asdict(one) for one in records],
     }
     files.write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -17,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.benchmarking.clock import times
-from megabatch.similarity import dense, split_logsumexp
+from megabatch.errors import UsageError
+from megabatch.similarity import backends, dense, split_logsumexp
 from megabatch.similarity.triton import configs
 from megabatch.similarity.triton.configs import FEW_ROWS, VALUES, Config, Key
+from megabatch.terminal import plain_console
 
 #: Fields in the order of the search; only the backward kernel has split.
 FIELDS = {
@@ -45,6 +48,51 @@ class Candidate:
     config: Config
     ms: float | None  #: None: it cannot be used
     note: str = ""
+
+    def __str__(self) -> str:
+        fields = " ".join(f"{name} {value}" for name, value in vars(self.config).items())
+        return f"{fields}: {self.note if self.ms is None else f'{self.ms:.3f} ms'}"
+
+
+def run(
+    widths: Sequence[int], dtypes: Sequence[str], rows: Sequence[str], seconds: float, file: Path
+) -> None:
+    """Tune the kernels, print each candidate, and store the fastest; see `TuneOptions`."""
+    console = plain_console()
+    for target in _targets(widths, dtypes, rows):
+        name = str(target.dtype).removeprefix("torch.")
+        size = "few" if target.few else "many"
+        title = f"{target.kernel}, {name}, width {target.width}, {size} rows"
+        console.print(title, style="bold")
+        found: list[Candidate] = []
+        deadline = time.time() + seconds
+        for one in search(target.packaged(), target.options(), target.measurer(), deadline):
+            found.append(one)
+            console.print(f"  {one}")
+        chosen = best(found)
+        gain = (found[0].ms or 0.0) / (chosen.ms or 1.0)
+        console.print(f"  best: {chosen}: {gain:.3f} times as fast as before")
+        try:  # each is stored as it is found, so an interrupted run loses only one
+            configs.write(file, {target.key(): chosen.config})
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be written: {error.strerror}") from error
+    console.print(f"kept in {file}")
+
+
+def _targets(widths: Sequence[int], dtypes: Sequence[str], rows: Sequence[str]) -> list[Target]:
+    if not torch.cuda.is_available():
+        raise UsageError("this machine has no CUDA device that torch can use: nothing to tune")
+    if "float32" in dtypes:
+        torch.set_float32_matmul_precision("high")
+    if not backends.uses_kernels(torch.empty(1, 1, device="cuda", dtype=torch.bfloat16)):
+        raise UsageError("there are no fused kernels for this machine: nothing to tune")
+    return [
+        Target(kernel, getattr(torch, dtype), width, size == "few")
+        for width in widths
+        for dtype in dtypes
+        for size in rows
+        for kernel in FIELDS
+    ]
 
 
 def search(
@@ -131,8 +179,11 @@ class Target:
                     with torch.no_grad():
                         return median(times(lambda: _sums(x, y), "cuda", SECONDS, 3))
                 total = _total(x, y)
-                back = _backward(total, x, y)
-                return median(times(back, "cuda", SECONDS, 3))
+
+                def backward() -> object:
+                    return torch.autograd.grad(total, (x, y), retain_graph=True)
+
+                return median(times(backward, "cuda", SECONDS, 3))
 
         return measure
 
@@ -152,10 +203,6 @@ def _total(x: Tensor, y: Tensor) -> Tensor:
     rows, positive, columns, _ = _sums(x, y)
     total: Tensor = (rows.sum() + columns.sum() - 2 * positive.sum()) / len(x)
     return total
-
-
-def _backward(total: Tensor, x: Tensor, y: Tensor) -> Callable[[], object]:
-    return lambda: torch.autograd.grad(total, (x, y), retain_graph=True)
 
 
 def _exact(x: Tensor, y: Tensor) -> list[Tensor]:

@@ -6,8 +6,7 @@ from megabatch.imports import lazy
 
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine, this_machine
-    from megabatch.planning.make import make_plan
-    from megabatch.planning.plan import NoPlan, Plan
+    from megabatch.planning.plan import NoPlan, Plan, make_plan
     from megabatch.planning.show import print_plan, to_json
 
 __all__ = ["Machine", "NoPlan", "Plan", "make_plan", "print_plan", "this_machine", "to_json"]

@@ -1,4 +1,4 @@
-"""The memory that a computation's tensors would take, counted without running it.
+"""The memory that a computation's tensors would take, and its work, counted without running it.
 
 Fake tensors (`FakeTensorMode`) have shapes, dtypes and devices, but no values: operations on them
 take no time and no memory, for any device, present or not. The counter adds up the tensors that
@@ -7,15 +7,17 @@ are alive, as an allocator would: one is freed with its last reference, includin
 
 from __future__ import annotations
 
+import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry
 
-from megabatch.planning.work import Work, work_of
 from megabatch.torch_internals import (
     TorchDispatchMode,
     fake_tensor_mode,
@@ -25,6 +27,73 @@ from megabatch.torch_internals import (
 
 #: CUDA's allocator rounds sizes up to multiples of this.
 UNIT = 512
+#: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
+#: assumed; it brings towers of short and of long sequences to one rate (benchmarks/plan_check.py).
+_TILE = 128
+#: Formulas by an operation's name. That of attention on the CPU, which torch lacks before 2.15, is
+#: that of the GPU's kernel.
+_FORMULAS = {str(packet): formula for packet, formula in flop_registry.items()}
+#: Names of operations with products. Those of a matrix and a vector take the time of reading the
+#: matrix, which counts.
+_PRODUCTS = re.compile(
+    r"(^|[._])(b?mm|addb?mm|baddbmm|matmul|(bi)?linear|attention|rnn"
+    r"|conv(olution)?|conv(_depthwise)?\dd)(_|$)"
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The work of some operations, each of which is a kernel that reads inputs and writes results.
+
+    Attributes:
+        flops: floating-point operations of matrix products and attention; convolved: of
+            convolutions.
+        nbytes, kernels: of all of these: bytes read and written, and launches.
+        other_bytes, other_kernels: of all other operations, which torch.compile fuses.
+    """
+
+    flops: int = 0
+    convolved: int = 0
+    nbytes: int = 0
+    kernels: int = 0
+    other_bytes: int = 0
+    other_kernels: int = 0
+
+    def plus(self, other: Work, share: float = 1) -> Work:
+        """The sums with a share of another one's numbers."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Work(*(int(one + share * more) for one, more in pairs))
+
+
+class UncountedWork(LookupError):
+    """The work of an operation with products is unknown, so no plan could be right."""
+
+
+def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Work:
+    """The work of one operation; none for a view.
+
+    Raises:
+        UncountedWork: it is a product, and torch's counter has no formula for it.
+    """
+    name = str(getattr(overload, "overloadpacket", overload)).replace("_for_cpu", "")
+    read = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in((args, kwargs))}
+    made = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in(results)}
+    is_view = not name.endswith("_") and made.keys() <= read.keys()
+    if is_view or name.rpartition(".")[2].startswith("empty"):
+        return Work()
+    nbytes = sum(read.values()) + sum(made.values())
+    if name not in _FORMULAS:
+        if _PRODUCTS.search(name):
+            raise UncountedWork(f"torch {torch.__version__} has no formula for the work of {name}")
+        return Work(other_bytes=nbytes, other_kernels=1)
+    flops = int(_FORMULAS[name](*args, **kwargs, out_val=results))
+    if "conv" in name:
+        return Work(convolved=flops, nbytes=nbytes, kernels=1)
+    if "scaled_dot_product" in name:
+        tensors = args[1:] if "backward" in name else args  # the output's gradient comes first
+        for length in (tensor.shape[2] for tensor in tensors[:2]):
+            flops = flops * -(-length // _TILE) * _TILE // max(1, length)
+    return Work(flops=flops, nbytes=nbytes, kernels=1)
 
 
 class MemoryCounter(TorchDispatchMode):
@@ -36,7 +105,7 @@ class MemoryCounter(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and the maximum since `start`.
-        work: of the operations so far.
+        work: of the operations since then, one by one.
     """
 
     def __init__(
@@ -44,46 +113,31 @@ class MemoryCounter(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.work = Work()
-        self._counts = self._counts_work = True
         self._inside = inside
         self._known: set[int] = set()
+        self._works: list[tuple[int, ...]] = []
+        self.start()
 
     def start(self) -> int:
-        """Reset the peak; returns the bytes that are live now."""
-        self.peak = self.live
+        """Reset the peak and the work; returns the bytes that are live now."""
+        self.peak, self._works = self.live, []
         return self.live
+
+    @property
+    def work(self) -> Work:
+        """See the class."""
+        return Work(*map(sum, zip(*self._works, strict=True)))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        if not self._counts:
-            return results
-        if self._counts_work:
-            self.work += work_of(function, args, kwargs or {}, results)
+        work = work_of(function, args, kwargs or {}, results)
+        self._works.append(tuple(vars(work).values()))
         for result in tensors_in(results):
             self._count(result)
         self.peak = max(self.peak, self.live + self._inside(function, args))
         return results
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Within this context neither memory nor work counts."""
-        self._counts, before = False, self._counts
-        try:
-            yield
-        finally:
-            self._counts = before
-
-    @contextmanager
-    def without_work(self) -> Iterator[None]:
-        """Within this context memory counts, but no work."""
-        self._counts_work, before = False, self._counts_work
-        try:
-            yield
-        finally:
-            self._counts_work = before
 
     def _count(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()

@@ -10,7 +10,7 @@ import torch
 
 #: Share of a GPU's memory that the allocator loses to fragmentation.
 FRAGMENTATION = 0.05
-#: Devices of a host of another machine.
+#: GPUs of a host of another machine.
 GPUS = 8
 #: Bytes for CUDA's context, cuBLAS's workspaces and NCCL's buffers, if they cannot be measured.
 CONTEXT = 1 << 30
@@ -25,7 +25,7 @@ class Machine:
         count: number of processes, each with one device.
         limit: bytes available to tensors on each device, or to each process on the CPU.
         host: free bytes per host; None if unknown, on another machine.
-        per_host: processes per host.
+        per_host: processes of a host, if there are as many.
         name: of the GPU, if known.
     """
 
@@ -33,14 +33,13 @@ class Machine:
     count: int
     limit: int
     host: int | None = None
-    per_host: int = 1
+    per_host: int = GPUS
     name: str = ""
 
     @property
     def hosts(self) -> int:
-        """Number of hosts; of 8 devices each if it is another machine."""
-        known = self.host is not None or self.per_host > 1
-        return -(-self.count // (self.per_host if known else GPUS))
+        """Number of hosts."""
+        return -(-self.count // self.per_host)
 
 
 def this_machine(device: torch.device, count: int) -> Machine:
@@ -55,7 +54,7 @@ def this_machine(device: torch.device, count: int) -> Machine:
     return Machine("cuda", count, limit, host, per_host, name)
 
 
-def other_machine(count: int, memory: int, name: str = "") -> Machine:
+def other_machine(count: int, memory: int, name: str = "", per_host: int = GPUS) -> Machine:
     """A machine with `count` GPUs of `memory` bytes each."""
     limit = int((memory - CONTEXT) * (1 - FRAGMENTATION))
-    return Machine("cuda", count, max(0, limit), name=name)
+    return Machine("cuda", count, max(0, limit), None, per_host, name)

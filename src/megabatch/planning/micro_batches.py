@@ -1,25 +1,120 @@
-"""The micro-batches of a step: their activations, and how many of them are kept."""
+"""The micro-batches of a step: their texts, their activations, and how many of them are kept."""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from torch import nn
+import numpy as np
+import torch
 
+from megabatch.data.pairs import BadSample, PairDataset, undecoded
+from megabatch.gradient_cache.by_length import equal_token_runs, growth
+from megabatch.models import Towers
 from megabatch.models.layers import Tower
-from megabatch.planning.compiled import CompiledBlocks
-from megabatch.planning.kept import kept_at_most, kept_count
-from megabatch.planning.lengths import TextLengths
-from megabatch.planning.towers import MicroBatch, Sample, measure
-from megabatch.planning.work import Work
+from megabatch.planning.counter import Work
+from megabatch.planning.towers import MicroBatch
 
-#: Micro-batches, each with how many in a row are equal to it.
-Runs: TypeAlias = tuple[tuple[MicroBatch, int], ...]
+#: Texts are cut to multiples of this many tokens (`megabatch.models.padding.trimmed`).
+MULTIPLE = 8
+#: Rows and tokens of a micro-batch's texts, and how many in a row are equal to it.
+Texts: TypeAlias = "list[tuple[int, int, int]]"
+
+
+@dataclass(frozen=True)
+class TextLengths:
+    """Lengths of a sample of texts, in tokens that features depend on.
+
+    Attributes:
+        samples: by tower; those of other towers have all of the tokens that the model takes.
+    """
+
+    samples: Mapping[Tower, Sequence[int]] = field(default_factory=dict)
+
+    def micro_batches(self, tower: Tower, context: int, rows: int, count: int) -> Texts:
+        """The texts of `count` micro-batches, `rows` in all, as a run divides them.
+
+        context: tokens that the model takes.
+        """
+        return equal_token_runs(self._runs(tower, context, rows), count)
+
+    def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
+        """How many times as many tokens a micro-batch of another batch may have, as for a run.
+
+        A single length is every text's.
+        """
+        if len(self.samples.get(tower, ())) == 1:
+            return 1.0
+        return growth(self._runs(tower, context, rows), context, count)
+
+    def range(self, tower: Tower, context: int) -> tuple[int, int]:
+        """Tokens of the shortest and of the longest texts, as they are cut."""
+        sample = self.samples.get(tower) or (context,)
+        return cut(min(sample), context), cut(max(sample), context)
+
+    def _runs(self, tower: Tower, context: int, rows: int) -> list[tuple[int, int]]:
+        """The texts of a batch, which are spread as the sample is; without one, none is cut."""
+        sample = sorted(self.samples.get(tower) or (context,), reverse=True)
+        runs, share, start = [], 0, 0
+        for tokens, group in itertools.groupby(sample, key=lambda length: cut(length, context)):
+            share += len([*group])
+            end = -(-share * rows // len(sample))
+            runs.append((tokens, end - start))
+            start = end
+        return [(tokens, n) for tokens, n in runs if n]
+
+
+def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -> TextLengths:
+    """The lengths of texts spread evenly over a data set, of the towers that take them cut."""
+    read, found = undecoded(dataset), []
+    for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
+        with contextlib.suppress(BadSample):
+            found.append(read(int(index)))
+    made: dict[Tower, list[int]] = {}
+    for tower, lengths in towers.lengths.items() if found else ():
+        if tower == "image":
+            tokens = torch.stack([towers.train_transform(pair.image) for pair in found])
+        else:
+            tokens = towers.tokenizer([pair.caption for pair in found])
+        made[tower] = lengths(tokens).tolist()
+    return TextLengths(made)
+
+
+def cut(length: int, context: int) -> int:
+    """Tokens to which texts are cut if the longest has this length."""
+    return min(context, -(-length // MULTIPLE) * MULTIPLE)
+
+
+def kept_at_most(micro_batches: int, ranks: int) -> int:
+    """The most graphs that can wait for the second pass; a single micro-batch has none.
+
+    On several ranks the micro-batch that synchronises gradients is always encoded again.
+    """
+    return 0 if micro_batches == 1 else micro_batches - (ranks > 1)
+
+
+def kept_count(runs: Sequence[tuple[int, int]], possible: int, *limits: int | None) -> int:
+    """How many graphs, the last ones, are together within all limits of bytes.
+
+    runs: bytes of a graph and how many in a row are as large, in the order of the micro-batches.
+    possible: at most so many.
+    """
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    if limit is None:
+        return possible
+    count, limit = 0, max(0, limit)
+    for graph, number in reversed(runs):
+        size = max(1, graph)
+        fitting = min(number, limit // size)
+        count += fitting
+        limit -= fitting * size
+        if fitting < number:
+            break
+    return min(possible, count)
 
 
 @dataclass(frozen=True)
@@ -31,13 +126,12 @@ class MicroBatches:
     Attributes:
         runs: a micro-batch's bytes and work, and how many in a row are equal to it.
         size: pairs of one; if texts are sorted by length, their mean number.
-        texts: by tower, if they are cut: rows and tokens of a micro-batch's texts, and how many in
-            a row are equal to it.
+        texts: by tower, if they are cut.
     """
 
-    runs: Runs
+    runs: tuple[tuple[MicroBatch, int], ...]
     size: int
-    texts: Mapping[Tower, Sequence[tuple[int, int, int]]] = field(default_factory=dict)
+    texts: Mapping[Tower, Texts] = field(default_factory=dict)
 
     @property
     def count(self) -> int:
@@ -50,41 +144,37 @@ class MicroBatches:
         return max((micro for micro, _ in self.runs), key=lambda micro: micro.peak)
 
     @property
-    def once(self) -> bool:
-        """Whether there is only one, which is encoded once."""
-        return self.count == 1
+    def mean_graph(self) -> int:
+        """Mean bytes of a graph."""
+        return sum(micro.further * number for micro, number in self.runs) // self.count
 
-    def split(self, waiting: int) -> tuple[Runs, Runs]:
+    def total(self, part: str) -> Work:
+        """The work of a part of all of them."""
+        work = Work()
+        for micro, number in self.runs:
+            work = work.plus(getattr(micro, part), number)
+        return work
+
+    def split(self, waiting: int) -> tuple[MicroBatches, MicroBatches]:
         """All but the last `waiting` ones, and those."""
-        before, after = [], []
-        left = self.count - waiting
+        before, after, left = [], [], self.count - waiting
         for micro, number in self.runs:
             first = min(number, left)
             left -= first
             before += [(micro, first)] * (first > 0)
             after += [(micro, number - first)] * (number > first)
-        return tuple(before), tuple(after)
+        return replace(self, runs=tuple(before)), replace(self, runs=tuple(after))
 
     def passes(self) -> dict[str, int]:
         """Bytes of activations by phase; a single micro-batch keeps its graph for the loss."""
         one = self.largest
-        if self.once:
+        if self.count == 1:
             return {"encode": one.peak, "loss": one.kept, "second pass": one.peak}
         return {"encode": one.forward, "second pass": one.peak}
 
-    def kept(self, ranks: int, bound: int | None, room: int | None) -> int:
-        """How many graphs wait for the second pass, the last ones.
-
-        bound, room: bytes for them that the user and the memory allow; None: any number.
-        """
-        graphs = [(micro.further, number) for micro, number in self.runs]
-        return kept_count(graphs, kept_at_most(self.count, ranks), bound, room)
-
     def beside(self, count: int) -> dict[str, int]:
-        """Bytes of this many kept graphs, by phase, in addition to those of `passes`."""
-        if not count:
-            return {}
-        _, waiting = self.split(count)
+        """Bytes of this many kept graphs, at least one, by phase, beside those of `passes`."""
+        waiting = self.split(count)[1].runs
         graphs = sum(micro.further * number for micro, number in waiting)
         # Forward passes without a graph come first, and the second pass begins with these graphs.
         most = graphs + max(micro.peak - micro.further for micro, _ in waiting)
@@ -92,96 +182,78 @@ class MicroBatches:
         second = max(0, most - self.largest.peak)
         return {"encode": encoded, "loss": graphs, "second pass": second}
 
-    def typical_graph(self) -> int:
-        """Bytes of a typical graph, as the trainer takes it for its choice."""
-        graphs = sorted((micro.further, number) for micro, number in self.runs)
-        ends = [*itertools.accumulate(number for _, number in graphs)]
-        middle = (self.count - 1) // 2, self.count // 2
-        return sum(graphs[bisect.bisect_right(ends, at)][0] for at in middle) // 2
-
 
 @dataclass
 class Encoders:
-    """Counts micro-batches of a model's towers, each kind once.
+    """The micro-batches of a model's towers, of which few are counted.
 
     Attributes:
-        module: the model's.
-        sample: one of its pairs.
-        device, precision: of the run.
-        lengths: of the texts.
-        cut: the towers whose texts are cut.
-        compiled: counts blocks as compiled ones; None: as they are.
-        context: makes the context of a count.
+        count: counts a micro-batch of so many pairs with so many tokens, by tower.
+        size: pairs of one that is counted. Others are interpolated between this size and half of
+            it, linearly, which is accurate but for small ones.
+        contexts: tokens of the texts of the towers that get them cut.
+        lengths: of these texts.
     """
 
-    module: nn.Module
-    sample: Sample
-    device: str
-    precision: str
+    count: Callable[[int, Mapping[Tower, int]], MicroBatch]
+    size: int
+    contexts: Mapping[Tower, int]
     lengths: TextLengths
-    cut: frozenset[Tower]
-    compiled: CompiledBlocks | None
-    context: Callable[[], AbstractContextManager[None]]
     _known: dict[tuple[int, tuple[int, ...]], MicroBatch] = field(default_factory=dict)
 
-    def micro_batches(
-        self, rows: int, size: int, between: tuple[int, int] | None = None
-    ) -> MicroBatches:
+    def micro_batches(self, rows: int, size: int) -> MicroBatches:
         """The micro-batches of a process's `rows` pairs.
 
-        between: two sizes, of which the size's memory is interpolated linearly; that is accurate
-            but for small ones, and nothing needs to be counted for the size itself.
+        They are a linear function of the tokens of each tower, from texts of the least and the
+        most. Where texts are shorter than attention's tiles, its work depends on their number
+        instead, and only the sum over micro-batches is right.
         """
+        size = min(size, rows)
         count = -(-rows // size)
         texts = {
-            tower: self.lengths.micro_batches(tower, self.sample.context(tower), rows, count)
-            for tower in ("image", "text")
-            if tower in self.cut
+            tower: self.lengths.micro_batches(tower, context, rows, count)
+            for tower, context in self.contexts.items()
         }
-        # A linear function of the tokens of each tower, from texts of the least and the most. Where
-        # texts are shorter than attention's tiles, its work depends on their number instead, and
-        # only the sum over micro-batches is right.
-        ranges = {t: self.lengths.range(t, self.sample.context(t)) for t in texts}
+        ranges = {t: self.lengths.range(t, context) for t, context in self.contexts.items()}
         shortest = {tower: least for tower, (least, _) in ranges.items()}
-        base = self._one(size, shortest, between)
-        slopes = {}
-        for tower, (least, most) in ranges.items():
-            if most > least:
-                other = self._one(size, {**shortest, tower: most}, between)
-                slopes[tower] = (other.minus(base), size * (most - least))
+        base = self._one(size, shortest)
+        slopes = {
+            tower: self._one(size, {**shortest, tower: most}).plus(base, -1)
+            for tower, (least, most) in ranges.items()
+            if most > least
+        }
         if not slopes:
             return MicroBatches(((base, count),), size, texts)
         runs = []
         for at, number in side_by_side([*texts.values()]):
             micro = base
-            for tower, (n, width) in zip(texts, at, strict=True):
+            for (tower, (least, most)), (n, width) in zip(ranges.items(), at, strict=True):
                 if tower in slopes:
-                    slope, span = slopes[tower]
-                    share = (n * width - size * shortest[tower]) / span
-                    micro = micro.plus(slope, share)
+                    share = (n * width - size * least) / (size * (most - least))
+                    micro = micro.plus(slopes[tower], share)
             runs.append((micro, number))
         return MicroBatches(tuple(runs), size, texts)
 
-    def _one(
-        self, size: int, widths: Mapping[Tower, int], between: tuple[int, int] | None
-    ) -> MicroBatch:
-        if between is not None:
-            low, high = between
-            first, second = self._one(low, widths, None), self._one(high, widths, None)
-            return first.plus(second.minus(first), (size - low) / (high - low))
+    def longer(self, rows: int, count: int) -> float:
+        """How many times as many tokens a micro-batch of another batch may have, as for a run."""
+        found = (self.lengths.longer(t, most, rows, count) for t, most in self.contexts.items())
+        return max(found, default=1.0)
+
+    def _one(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
+        if size != self.size and self.size > 1:
+            half = self.size // 2
+            first, second = self._counted(half, widths), self._counted(self.size, widths)
+            return first.plus(second.plus(first, -1), (size - half) / (self.size - half))
+        return self._counted(size, widths)
+
+    def _counted(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
         key = size, tuple(widths.values())
         if key not in self._known:
-            sample = self.sample.with_widths(widths)
-            with self.context():
-                self._known[key] = measure(
-                    *(self.module, sample, size, self.device, self.precision, self.compiled)
-                )
+            self._known[key] = self.count(size, widths)
         return self._known[key]
 
 
-def side_by_side(
-    towers: Sequence[Sequence[tuple[int, int, int]]],
-) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
+def side_by_side(towers: Sequence[Texts]) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
     """Rows and tokens of each tower, and how many micro-batches in a row have them."""
     ends = [[*itertools.accumulate(number for *_, number in runs)] for runs in towers]
     start = 0
@@ -189,8 +261,3 @@ def side_by_side(
         at = [bisect.bisect_right(those, start) for those in ends]
         yield tuple(runs[i][:2] for runs, i in zip(towers, at, strict=True)), end - start
         start = end
-
-
-def total(runs: Runs, part: str) -> Work:
-    """The work of a part of some micro-batches."""
-    return sum((getattr(micro, part) * number for micro, number in runs), Work())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -9,13 +10,22 @@ from rich.console import Console
 from rich.table import Table
 
 from megabatch.errors import plural
-from megabatch.planning.plan import PHASES, Plan
-from megabatch.planning.seconds import StepSeconds
-from megabatch.planning.simulation.hardware import DATASHEETS, MEASURED, datasheet
+from megabatch.hints import is_reference
+from megabatch.planning.plan import PHASES, Plan, fastest
+from megabatch.planning.speeds import DATASHEETS, MEASURED, datasheet
 
 
-def print_plan(plan: Plan, console: Console) -> None:
-    """Print a table with a row for each part and a column for each phase; not the problem."""
+def print_plan(
+    plan: Plan, console: Console, largest_batch: int | None = None, tried: Sequence[Plan] = ()
+) -> None:
+    """Print a plan and whether it fits.
+
+    Args:
+        plan: a table has a row for each part and a column for each phase.
+        console: where to print.
+        largest_batch: the pairs of the largest batch that fits, if that is asked for.
+        tried: plans with other sizes of micro-batches.
+    """
     machine, config = plan.machine, plan.config
     rows = -(-config.global_batch_size // machine.count)
     device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
@@ -44,26 +54,43 @@ def print_plan(plan: Plan, console: Console) -> None:
     for note in plan.notes:
         console.print(note)
     if plan.step is not None:
-        print_seconds(plan, plan.step, console)
-    elif plan.seconds is not None:
-        console.print(f"the loss takes about {plan.seconds:.3g} s a step")
+        parts = ", ".join(
+            f"{name.replace('_', ' ')} {_seconds(value)}"
+            for name, value in plan.step.items()
+            if value
+        )
+        measured = datasheet(machine.name) is DATASHEETS[MEASURED]
+        known = "" if measured else ", by its datasheet"
+        seconds = sum(plan.step.values())
+        console.print(
+            f"a step takes about {seconds:.3g} s, {config.global_batch_size / seconds:,.0f} pairs/s"
+            f"{known} ({parts}); reading and decoding data are not counted"
+        )
+    if largest_batch is not None:
+        console.print(f"the largest batch that fits has about {plural(largest_batch, 'pair')}")
+    if tried:
+        _print_sizes(tried, console)
+    unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
+    console.print(plan.problem or f"fits{unknown}")
 
 
-def print_seconds(plan: Plan, step: StepSeconds, console: Console) -> None:
-    """Print the time of a step by part in one line."""
-    parts = ", ".join(f"{name} {_seconds(value)}" for name, value in seconds_by_part(step).items())
-    rate = plan.config.global_batch_size / step.total
-    measured = datasheet(plan.machine.name) is DATASHEETS[MEASURED]
-    known = "" if measured else ", by its datasheet"
-    console.print(
-        f"a step takes about {step.total:.3g} s, {rate:,.0f} pairs/s{known} ({parts}); reading and "
-        "decoding data are not counted"
-    )
-
-
-def seconds_by_part(step: StepSeconds) -> dict[str, float]:
-    """The parts' seconds by their names for users."""
-    return {name.replace("_", " "): value for name, value in vars(step).items() if value}
+def _print_sizes(plans: Sequence[Plan], console: Console) -> None:
+    """Print a row for each size of micro-batches and the one to take."""
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for head in ("pairs at a time", "encoded once", "MiB", "a step, s", "pairs/s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for plan in plans:
+        size, seconds = plan.config.global_batch_size, plan.seconds or 0.0
+        table.add_row(
+            f"{plan.config.micro_batch_size:,}",
+            f"{plan.kept} of {plan.micro_batches}" if plan.micro_batches > 1 else "all",
+            f"{plan.peak / 2**20:,.0f}",
+            f"{seconds:.3g}",
+            f"{size / seconds:,.0f}" if plan.fits else "does not fit",
+        )
+    console.print(table)
+    if (best := fastest(plans)) is not None:
+        console.print(f"the size to take: --micro-batch-size {best.config.micro_batch_size}")
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -80,14 +107,13 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "problem": plan.problem,
         "notes": list(plan.notes),
-        "loss_seconds": plan.seconds,
+        "loss_seconds": None if plan.step is None else plan.step["loss"],
         "kept_micro_batches": plan.kept,
-        "step": None
-        if plan.step is None
-        else {
-            "seconds": plan.step.total,
-            "pairs_per_second": plan.config.global_batch_size / plan.step.total,
-            "parts": asdict(plan.step),
+        "step": plan.seconds
+        and {
+            "seconds": plan.seconds,
+            "pairs_per_second": plan.config.global_batch_size / plan.seconds,
+            "parts": plan.step,
         },
     }
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -17,11 +17,12 @@ from torch.func import functional_call
 from megabatch import torch_internals
 from megabatch.models import Towers
 from megabatch.models.layers import Tower, locked_towers
-from megabatch.planning.compiled import CompiledBlocks
-from megabatch.planning.counter import counted, fake_copies
-from megabatch.planning.work import Work
+from megabatch.planning.counter import Work, counted, fake_copies
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: What compiled blocks keep for the backward pass, as a share of what others keep. By torch's own
+#: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs.
+COMPILED_GRAPH = 0.92
 
 
 @dataclass(frozen=True)
@@ -32,32 +33,35 @@ class MicroBatch:
         forward: peak of a forward pass without a graph.
         kept: in the graph after the forward pass.
         peak: of forward and backward pass.
-        feature_dtype: of the features.
         further: in a second graph, which shares autocast's casts of weights with the first.
         encode, record, backward: work of a forward pass without a graph, of one with, and of the
             backward pass.
+        feature_dtype: of the features.
     """
 
     forward: int
     kept: int
     peak: int
-    feature_dtype: torch.dtype
     further: int
     encode: Work
     record: Work
     backward: Work
-
-    def minus(self, other: MicroBatch) -> MicroBatch:
-        """The differences."""
-        return self.plus(other, -1)
+    feature_dtype: torch.dtype
 
     def plus(self, other: MicroBatch, share: float = 1) -> MicroBatch:
         """The sums with a share of another one's numbers."""
-        made: dict[str, Any] = {"feature_dtype": self.feature_dtype}
-        for name in (field.name for field in fields(self) if field.name not in made):
-            own, more = getattr(self, name), getattr(other, name)
-            made[name] = own + more * share if isinstance(own, Work) else int(own + more * share)
-        return MicroBatch(**made)
+        made: dict[str, Any] = {}
+        for name in ("forward", "kept", "peak", "further"):
+            made[name] = int(getattr(self, name) + share * getattr(other, name))
+        for name in ("encode", "record", "backward"):
+            made[name] = getattr(self, name).plus(getattr(other, name), share)
+        return replace(self, **made)
+
+    def compiled(self) -> MicroBatch:
+        """With blocks that torch.compile makes; see `COMPILED_GRAPH`."""
+        saved = int((1 - COMPILED_GRAPH) * self.further)
+        sizes = {name: getattr(self, name) - saved for name in ("kept", "peak", "further")}
+        return replace(self, **sizes)
 
 
 @dataclass(frozen=True)
@@ -119,34 +123,25 @@ def sample_of(towers: Towers) -> Sample:
 
 
 def measure(
-    module: nn.Module,
-    sample: Sample,
-    size: int,
-    device: str,
-    precision: str,
-    compiled: CompiledBlocks | None = None,
+    module: nn.Module, sample: Sample, size: int, device: str, precision: str
 ) -> MicroBatch:
     """Count the memory and work of `size` pairs; nothing is computed, and no device is needed.
-
-    `compiled`: counts the module's blocks as compiled ones.
 
     Without a CUDA device torch cannot run a backward pass on fake CUDA tensors, nor with one if
     activations are checkpointed. Then the graph is counted for CUDA, and the backward pass is
     assumed to add what it adds on the CPU. torch 2.9 has no graph for an absent device; with it all
     is counted on the CPU.
     """
-    if device == "cpu":
-        return _measure(module, sample, size, device, precision, compiled)
-    if torch.cuda.is_available():
+    if device == "cuda" and torch.cuda.is_available():
         # Checkpointing computes again outside, where the weights are the module's own.
         with contextlib.suppress(RuntimeError):
-            return _measure(module, sample, size, device, precision, compiled)
-    host = _measure(module, sample, size, "cpu", precision, compiled)
-    if torch.__version__ < "2.10":  # compared as versions; it would end the process
+            return _measure(module, sample, size, device, precision)
+    host = _measure(module, sample, size, "cpu", precision)
+    if device == "cpu" or torch.__version__ < "2.10":  # as versions; it would end the process
         return host
     try:
         with mock.patch.object(F, "scaled_dot_product_attention", _fused_attention):
-            there = _measure(module, sample, size, "cuda", precision, compiled, backward=False)
+            there = _measure(module, sample, size, "cuda", precision, backward=False)
     except (RuntimeError, AssertionError):  # it uses the device itself, as checkpointing does
         return host
     peak = max(there.peak, there.kept + host.peak - host.kept)
@@ -159,53 +154,41 @@ def _measure(
     size: int,
     device: str,
     precision: str,
-    compiled: CompiledBlocks | None,
     backward: bool = True,
 ) -> MicroBatch:
-    with contextlib.ExitStack() as stack:
-        counter = stack.enter_context(counted())
-        if compiled is not None:
-            stack.enter_context(compiled.of(module, counter))
-        place = torch.device(device)
+    place, locked = torch.device(device), locked_towers(module)
+    with counted() as counter, _autocast(device, precision):
         weights = fake_copies(module, place)
         for weight in weights.values():
             if weight.requires_grad:  # gradients exist in all micro-batches after the first
                 weight.grad = torch.zeros_like(weight)
-        locked = locked_towers(module)
 
-        def live(inputs: list[Tensor]) -> list[Tensor | None]:
+        def encode(inputs: list[Tensor], leave_out: Collection[str] = ()) -> list[Tensor]:
             towers = zip(("image", "text"), inputs, strict=True)
-            return [None if tower in locked else tensor for tower, tensor in towers]
-
-        def encode(*parts: Tensor | None) -> list[Tensor]:
-            outputs = functional_call(module, weights, parts)
+            parts = (None if tower in leave_out else tensor for tower, tensor in towers)
+            outputs = functional_call(module, weights, tuple(parts))
             return [value for value in outputs.values() if value is not None]
 
-        with _autocast(device, precision):
-            inputs = sample.empty(size, place)
-            before, work = counter.start(), counter.work
-            with torch.no_grad():
-                features = encode(*inputs)
-            dtype = next(t.dtype for t in features if t.ndim == 2)
-            forward = counter.peak - before
-            encoded, work = counter.work - work, counter.work
-            del features
-            torch.clear_autocast_cache()
-            before = counter.start()
-            outputs = encode(*live(inputs))
-            kept, peak = counter.live - before, counter.peak
-            recorded = counter.work - work
-            another = encode(*live(sample.empty(size, place)))  # a graph may keep its inputs
-            further = counter.live - before - kept
-            del another
-            counter.start()
-            work = counter.work
-            if backward:
-                wanted = [tensor for tensor in outputs if tensor.requires_grad]
-                torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
-            most = max(peak, counter.peak) - before
-            works = encoded, recorded, counter.work - work
-            return MicroBatch(forward, kept, most, dtype, further, *works)
+        inputs = sample.empty(size, place)
+        before = counter.start()
+        with torch.no_grad():
+            features = encode(inputs)
+        dtype = next(t.dtype for t in features if t.ndim == 2)
+        forward, encoded = counter.peak - before, counter.work
+        del features
+        torch.clear_autocast_cache()
+        before = counter.start()
+        outputs = encode(inputs, locked)
+        kept, peak, recorded = counter.live - before, counter.peak, counter.work
+        another = encode(sample.empty(size, place), locked)  # a graph may keep its inputs
+        further = counter.live - before - kept
+        del another
+        counter.start()
+        if backward:
+            wanted = [tensor for tensor in outputs if tensor.requires_grad]
+            torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
+        most = max(peak, counter.peak) - before
+        return MicroBatch(forward, kept, most, further, encoded, recorded, counter.work, dtype)
 
 
 def _fused_attention(

@@ -31,11 +31,10 @@ from megabatch.gradient_cache.checks import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.models.layers import locked_towers
-from megabatch.planning.kept import kept_at_most, kept_count
-from megabatch.planning.loss import loss_bytes
 from megabatch.planning.machine import FRAGMENTATION
-from megabatch.planning.search import GAIN, largest_of_fastest
-from megabatch.planning.state import state_bytes
+from megabatch.planning.memory import loss_bytes, state_bytes
+from megabatch.planning.micro_batches import kept_at_most, kept_count
+from megabatch.planning.plan import GAIN, largest_of_fastest
 from megabatch.training.batch_norm import batch_norms
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout

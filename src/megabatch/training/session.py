@@ -134,7 +134,7 @@ def _train(
 def _plan(setup: Setup, console: Console) -> None:
     """Print the memory plan; raise a UsageError if a step cannot fit and `plan` says to refuse."""
     from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
-    from megabatch.planning.lengths import sampled_lengths
+    from megabatch.planning.micro_batches import sampled_lengths
 
     config, world = setup.config, setup.world
     try:
@@ -151,4 +151,3 @@ def _plan(setup: Setup, console: Console) -> None:
         return
     if (config.plan or ("refuse" if world.device.type == "cuda" else "warn")) == "refuse":
         raise UsageError(f"{plan.problem} (--plan warn starts nevertheless)")
-    console.print(plan.problem)

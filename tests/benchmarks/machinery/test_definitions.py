@@ -6,7 +6,7 @@ import torch
 from machinery.definitions import captions, length_statistics, tokenized
 from megabatch.gradient_cache.by_length import equal_rows
 from megabatch.models.padding import up_to_largest
-from megabatch.planning.lengths import TextLengths, cut
+from megabatch.planning.micro_batches import TextLengths, cut
 
 
 def test_tokens_that_are_encoded_for_a_definition():

@@ -3,7 +3,7 @@
 import pytest
 
 from machinery import fitted
-from megabatch.planning.simulation.hardware import Cluster, Gpu
+from machinery.cluster.hardware import Cluster, Gpu
 from tests.benchmarks.test_scripts import SCRIPTS
 
 

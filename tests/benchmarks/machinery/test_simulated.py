@@ -5,8 +5,8 @@ import math
 import pytest
 
 from machinery import simulated
-from megabatch.planning.simulation import step
-from megabatch.planning.simulation.schedules import Ring
+from machinery.cluster import step
+from machinery.cluster.schedules import Ring
 from tests.benchmarks.test_scripts import SCRIPTS
 
 RESULTS = SCRIPTS / "results"

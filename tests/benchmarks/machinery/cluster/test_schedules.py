@@ -2,10 +2,10 @@
 
 import pytest
 
-from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
-from megabatch.planning.simulation.schedules import UNIT, Grid, Ring, Workload
-from megabatch.planning.simulation.step import loss_memory
-from megabatch.planning.simulation.timeline import Speeds, Timeline
+from machinery.cluster.hardware import Cluster, Gpu, Spread
+from machinery.cluster.schedules import UNIT, Grid, Ring, Workload
+from machinery.cluster.step import loss_memory
+from machinery.cluster.timeline import Speeds, Timeline
 from megabatch.similarity.distributed import schedule as library
 
 EVEN = Gpu(spread=Spread(0.0, 0.0))

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
-from megabatch.planning.simulation.schedules import Grid, Ring, Workload
-from megabatch.planning.simulation.timeline import Side, Speeds, Timeline, WithoutTransfers
+from machinery.cluster.hardware import Cluster, Gpu, Spread
+from machinery.cluster.schedules import Grid, Ring, Workload
+from machinery.cluster.timeline import Side, Speeds, Timeline, WithoutTransfers
 
 EVEN = Gpu(spread=Spread(0.0, 0.0))
 

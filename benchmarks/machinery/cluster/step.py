@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
-from megabatch.config.settings import TrainConfig
-from megabatch.planning.loss import loss_bytes
-from megabatch.planning.simulation.hardware import Cluster
-from megabatch.planning.simulation.schedules import Grid, Ring, Schedule, Workload
-from megabatch.planning.simulation.timeline import (
+from machinery.cluster.hardware import Cluster
+from machinery.cluster.schedules import Grid, Ring, Schedule, Workload
+from machinery.cluster.timeline import (
     Side,
     Speeds,
     Timeline,
     WithoutTransfers,
     collective_seconds,
 )
+from megabatch.config.settings import TrainConfig
+from megabatch.planning.memory import loss_bytes
 from megabatch.similarity import settings
 
 #: Speeds of so many GPUs are drawn at least: the result is the mean over several draws of few GPUs.

@@ -1,25 +1,82 @@
-"""Memory and time of the loss."""
+"""Memory besides the encoders' activations: weights, gradients, optimizer's state, and the loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.losses.objective import create_objective
-from megabatch.losses.registry import TRAINABLE
 from megabatch.planning.counter import counted
-from megabatch.planning.simulation.hardware import Gpu
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import ops, settings
 from megabatch.similarity.memory import Run
 
+#: Bytes of optimizer state per element of a parameter.
+_STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
 _SMALLEST = 64 << 10
+
+
+@dataclass(frozen=True)
+class State:
+    """Bytes on each device that do not depend on the batch.
+
+    Attributes:
+        weights, gradients, optimizer, average: with FSDP2, of the shards.
+        whole_weights, whole_gradients: with FSDP2, the unsharded ones, from the first forward pass
+            of a step to its end (ZeRO-2; see `megabatch.training.parallel`).
+        update: temporary memory of the optimizer's step.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    average: int
+    whole_weights: int
+    whole_gradients: int
+    update: int
+
+
+def state_bytes(module: nn.Module, config: TrainConfig, ranks: int) -> State:
+    """The state of a module that this many ranks train as configured."""
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    weights, gradients = (sum(p.nbytes for p in some) for some in (parameters, trained))
+    optimizer = sum(_optimizer_bytes(config, parameter) for parameter in trained)
+    average = 0 if config.ema_decay is None else sum(4 * p.numel() for p in trained)
+    sharded = config.parallel == "fsdp" and ranks > 1
+    # AdamW is one fused kernel, and so is SGD but for shards, which it updates all at once; the
+    # others take one parameter at a time.
+    largest = max((p.nbytes for p in trained), default=0)
+    fused = {"adamw": 0, "sgd": gradients if sharded else 0}
+    update = fused.get(config.opt, 2 * largest)
+    n = ranks if sharded else 1
+    return State(
+        weights=-(-weights // n) + sum(buffer.nbytes for buffer in module.buffers()),
+        gradients=-(-gradients // n),
+        optimizer=-(-optimizer // n),
+        average=-(-average // n),
+        whole_weights=weights if sharded else 0,
+        whole_gradients=gradients if sharded else 0,
+        update=-(-update // n),
+    )
+
+
+def _optimizer_bytes(config: TrainConfig, parameter: Tensor) -> int:
+    if config.opt != "adafactor":
+        momentum = config.opt not in ("lars", "sgd") or config.momentum > 0
+        return int(_STATE[config.opt] * parameter.numel()) if momentum else 0
+    first = 2 * parameter.numel() if config.beta1 else 0  # in bfloat16
+    shape = sorted(parameter.shape)
+    if len(shape) < 2 or shape[-2] < 32:  # not factored
+        return first + 4 * parameter.numel()
+    rest = parameter.numel() // (shape[-1] * shape[-2])
+    return first + 4 * rest * (shape[-1] + shape[-2])
 
 
 def loss_bytes(
@@ -80,37 +137,18 @@ def planned_bytes(
     before = settings.set_workspace(None)
     limit = before or settings.DEFAULT_WORKSPACE[device]
     keeps = device == "cpu" and ranks == 1
+    run = Run(limit, device == "cpu", ranks, hosts, columns)
+
+    def workspace(overload: Any, arguments: Sequence[Any]) -> int:
+        operator = ops.find(overload)
+        return operator.workspace(run, *arguments) if operator and operator.workspace else 0
+
     settings.set_workspace(limit if keeps else _SMALLEST)
     try:
-        with counted(_workspace(Run(limit, device == "cpu", ranks, hosts, columns))) as counter:
+        with counted(workspace) as counter:
             loss = prepare()
             start = counter.start()
             loss().backward()
             return counter.peak - start
     finally:
         settings.set_workspace(before)
-
-
-def _workspace(run: Run) -> Callable[[Any, Sequence[Any]], int]:
-    """Bytes that an operator of `megabatch.similarity` takes while it runs."""
-
-    def workspace(overload: Any, arguments: Sequence[Any]) -> int:
-        operator = ops.find(overload)
-        if operator is None or operator.workspace is None:
-            return 0
-        return operator.workspace(run, *arguments)
-
-    return workspace
-
-
-def loss_seconds(config: TrainConfig, width: int, gpu: Gpu | None, ranks: int) -> float | None:
-    """Seconds per step for the loss on such GPUs; None if they or the loss's work are not known.
-
-    Transfers are not counted.
-    """
-    if gpu is None or config.precision == "fp32" or is_reference(config.loss):
-        return None
-    widths = sum(config.matryoshka_dims) or width
-    logits = config.global_batch_size**2 * (1 + config.hard_negatives)
-    operations = TRAINABLE[config.loss].work * logits * widths
-    return gpu.sweep_seconds(operations / ranks, widths)

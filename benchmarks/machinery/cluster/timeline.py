@@ -19,7 +19,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from megabatch.planning.simulation.hardware import Cluster, Spread
+from machinery.cluster.hardware import Cluster, Spread
 
 Times: TypeAlias = "NDArray[np.float64]"
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from megabatch.planning.simulation.hardware import Cluster
-from megabatch.planning.simulation.timeline import Side, Timeline, Transfer
+from machinery.cluster.hardware import Cluster
+from machinery.cluster.timeline import Side, Timeline, Transfer
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import schedule as library
 from megabatch.similarity.distributed.grid import columns_for, most_sharing
@@ -21,15 +21,6 @@ from megabatch.similarity.distributed.grid import columns_for, most_sharing
 BLOCK = 16_384
 #: Bytes of features in a chunk of a ring, and a multiple of rows of larger ones.
 CHUNK, UNIT = 48 << 20, BLOCK
-#: Sweeps of the losses that are simulated. Those of x against itself have another schedule.
-SWEEPS = {"clip": (2, 6), "siglip": (6,), "infonce": (6,)}
-
-
-def not_simulated(loss: str, hard_negatives: int) -> str:
-    """The reason why a loss is not simulated; "" if it is."""
-    if loss not in SWEEPS:
-        return f"the simulation knows {', '.join(SWEEPS)}, not {loss}"
-    return "the simulation knows no hard negatives" if hard_negatives else ""
 
 
 @dataclass(frozen=True)

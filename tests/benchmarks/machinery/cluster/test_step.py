@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from megabatch.planning.simulation.hardware import Cluster, Gpu, Spread
-from megabatch.planning.simulation.schedules import Grid, Ring, Workload, default
-from megabatch.planning.simulation.step import Result, Towers, best, compare, grid_shapes, simulate
+from machinery.cluster.hardware import Cluster, Gpu, Spread
+from machinery.cluster.schedules import Grid, Ring, Workload, default
+from machinery.cluster.step import Result, Towers, best, compare, grid_shapes, simulate
 
 
 def test_one_gpu_is_ideal_but_for_its_launches():
