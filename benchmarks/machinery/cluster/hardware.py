@@ -1,7 +1,7 @@
 """GPUs, nodes and links. All rates per second, all sizes in bytes.
 
 The defaults are those of H200s. `benchmarks/simulation.py` derives the fitted ones from the records
-that docs/simulation.md names, which also says which of them are assumptions.
+that docs/design/simulation.md names, which also says which of them are assumptions.
 """
 
 from __future__ import annotations
