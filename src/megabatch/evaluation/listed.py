@@ -11,7 +11,7 @@ from typing import Any
 
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, decode_image
-from megabatch.data.tables import Table, Wanted, no_rows, open_table
+from megabatch.data.tables import TablePairs, Wanted, no_rows
 from megabatch.errors import UsageError, naming, one_line, plural
 from megabatch.evaluation.caption_texts import clean_captions, some_are_empty
 from megabatch.evaluation.samples import Captions, Sample
@@ -56,7 +56,7 @@ class ListedImages:
 class _Cell:
     """An image in a table, read on access: an Arrow file may be larger than memory."""
 
-    table: Table
+    table: TablePairs
     row: int
 
     def read(self) -> Any:
@@ -89,13 +89,11 @@ def open_tables(
     damage: list[str] = []
     notes: list[str] = []
     for path in paths:
-        table = open_table(path, wanted)
+        table = TablePairs(path, wanted, ImageFiles((image_folder,)) if image_folder else None)
         if table.first == "text":
             raise UsageError(f"{path} has pairs of texts; expected images (--csv-img-key)")
-        files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
-        left_out = _join_rows(table, files, found)
-        damage += table.columns.damage + left_out
-        notes += table.notes + (table.look_at_images(files) if len(table) else [])
+        damage += table.damage + _join_rows(table, found)
+        notes += table.notes
     images = list(found.values())
     if not images:
         raise no_rows(paths, damage)
@@ -107,7 +105,7 @@ def open_tables(
     return ListedImages(images, damage, notes)
 
 
-def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -> list[str]:
+def _join_rows(table: TablePairs, found: dict[Any, ListedImage]) -> list[str]:
     """Add a table's images, with the captions of all their rows, to `found`; returns the damage.
 
     `found`: the images of the tables so far, in order of first use. The same name is the same image
@@ -123,13 +121,13 @@ def _join_rows(table: Table, files: ImageFiles, found: dict[Any, ListedImage]) -
             bad.append(sample)
             continue
         if isinstance(image, str) and image:
-            same: Any = (files, str(Path(image)))
+            same: Any = (table.files, str(Path(image)))
         elif image:
             same = sha256(image).digest()
         else:  # stays a sample of its own, to be counted as one that is missing
             same = (table.path, row)
         own = _Cell(table, row) if isinstance(image, bytes) else image
-        listed = found.setdefault(same, ListedImage(own, [], key, files))
+        listed = found.setdefault(same, ListedImage(own, [], key, table.files))
         listed.captions.extend(value if isinstance(value, list) else [value])
     if not bad:
         return []
