@@ -139,7 +139,7 @@ def stages(pairs: ShardPairs) -> list[Record]:
     numbers = range(min(128, len(pairs)))
     files = [pairs.read(i, "image") for i in numbers]
     images = [decode_image(file, "") for file in files]
-    encoded = [EncodedImage(file, "", SIDE) for file in files]
+    encoded = [EncodedImage(file, "") for file in files]
     arrays = [pixels for file in encoded if (pixels := file.pixels()) is not None]
     exact, fast = transforms()
     rows = [exact(image) for image in images]

@@ -230,7 +230,7 @@ def test_python_m_megabatch_is_the_same_program() -> None:
 COMMANDS = [
     *("train --help-all", "plan --help-all", "train --help", "plan --help", "eval --help"),
     *("export --help", "models --help", "tune --help", "bench loss --help", "data glyphs --help"),
-    *("data icons --help", "data inspect --help", "data --help", "bench --help"),
+    *("data inspect --help", "data --help", "bench --help"),
 ]
 WIDTHS = (80, 100, 120)
 GUARD = """

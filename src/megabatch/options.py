@@ -114,8 +114,8 @@ class Parser:
             elif i == 0 or not unknown[i - 1].startswith("-"):  # not an unknown option's value
                 before = words[words.index(word) - 1] if words.index(word) else ""
                 field_name = before.removeprefix("--").replace("-", "_")
-                if meant := self.values.get(field_name, {}).get(word):
-                    yield f"{before} {word}: {meant}"
+                if advice := self.values.get(field_name, {}).get(word):
+                    yield f"{before} {word}: {advice}"
                 else:
                     after = f" after {before}" if before else ""
                     yield f"{word!r}: not expected{after}; options begin with --"

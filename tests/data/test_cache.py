@@ -21,16 +21,6 @@ def test_cache_folder(monkeypatch, tmp_path: Path):
     assert default_cache_dir() == tmp_path / ".cache" / "megabatch"
 
 
-def test_round_trip(tmp_path: Path):
-    path = tmp_path / "deep" / "a.npz"
-    assert read_arrays(path, ("x",)) is None
-    write_arrays(path, {"x": np.arange(5), "y": np.array(["a", "bc"])})
-    arrays = read_arrays(path, ("x", "y"))
-    assert arrays is not None
-    assert arrays["y"].tolist() == ["a", "bc"]
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_no_pickle_is_loaded(tmp_path: Path):
     objects = np.array([{"a": 1}], dtype=object)
     np.savez(tmp_path / "b.npz", x=objects)

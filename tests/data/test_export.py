@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -95,16 +94,3 @@ def test_nothing_is_overwritten(few: GlyphPairs, tmp_path: Path):
     assert (tmp_path / "full" / "mine").read_text() == "precious"
     (tmp_path / "empty").mkdir()
     assert write_glyphs(few, tmp_path / "empty", samples_per_shard=1000)
-
-
-def test_the_folder_is_readable_for_others(few: GlyphPairs, tmp_path: Path):
-    write_glyphs(few, tmp_path / "shards", samples_per_shard=1000)
-    mask = os.umask(0)
-    os.umask(mask)
-    assert (tmp_path / "shards").stat().st_mode & 0o777 == 0o777 & ~mask
-
-
-def test_a_folder_that_cannot_be_made(few: GlyphPairs, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write"):
-        write_glyphs(few, tmp_path / "file" / "shards", samples_per_shard=1000)

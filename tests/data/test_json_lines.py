@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megabatch.data.table_files import column_names, read_columns
-from megabatch.data.tables import TablePairs
+from megabatch.data.tables import Wanted, open_tables
 from megabatch.errors import UsageError
 
 ROWS = [
@@ -121,7 +121,7 @@ def test_where_no_line_is_usable_it_says_why(tmp_path: Path):
     path.write_text('{"query": "a", "text": ["b", "c"]}\n' * 3)
     why = r"no rows in .*a\.jsonl; .* 3 lines left out, the first is line 1: 'text' holds list"
     with pytest.raises(UsageError, match=why):
-        TablePairs([path])
+        open_tables([path], Wanted())
 
 
 def test_a_folder_in_its_place(tmp_path: Path):

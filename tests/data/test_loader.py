@@ -134,18 +134,6 @@ def test_workers_change_nothing_for_a_rank():
         assert_equal(list(loader(**options)), list(loader(workers=1, **options)))
 
 
-def test_equal_captions_have_equal_ids():
-    (batch,) = loader(12, batch_size=12, shuffle=False)
-    assert batch.ids is not None
-    assert batch.ids.dtype == torch.int64
-    assert batch.ids.min() >= 0
-    assert batch.ids.max() < 2**62
-    captions = [pair.caption for pair in map(Numbers(12, ()).__getitem__, range(12))]
-    for i, first in enumerate(captions):
-        for j, second in enumerate(captions):
-            assert (batch.ids[i] == batch.ids[j]) == (first == second)
-
-
 @given(
     batch_size=st.integers(1, 12),
     bad=st.sets(st.integers(0, 49), max_size=20),
@@ -346,15 +334,6 @@ def test_damage_is_reported():
     data = loader()
     data.dataset.damage = ["a.tar: breaks off"]
     assert data.report() == ["damaged: a.tar: breaks off"]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_trainers_random_state_is_left_alone(workers: int):
-    torch.manual_seed(0)
-    expected = torch.rand(2)
-    torch.manual_seed(0)
-    list(loader(transform=to_pixels_and_noise, workers=workers))
-    assert torch.equal(torch.rand(2), expected)
 
 
 def test_a_batch_larger_than_the_data():

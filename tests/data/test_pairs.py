@@ -76,10 +76,6 @@ def test_captions_that_are_no_text(caption):
         clean_caption(caption, "k")
 
 
-def test_captions_lose_the_space_around_them():
-    assert clean_caption(" two words\n", "k") == "two words"
-
-
 def test_a_bad_sample_survives_its_way_between_processes():
     again = pickle.loads(pickle.dumps(BadSample("reason", "key")))
     assert (again.reason, again.key) == ("reason", "key")

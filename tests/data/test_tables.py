@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from megabatch.data.pairs import BadSample
-from megabatch.data.tables import TablePairs
+from megabatch.data.tables import TablePairs, Wanted, open_tables
 from megabatch.errors import UsageError
 
 from .samples import png
@@ -46,7 +46,7 @@ def check(pairs: TablePairs) -> None:
 @pytest.mark.parametrize("columns", [("filepath", "title"), ("image", "caption")])
 def test_text_tables(folder: Path, name: str, delimiter: str, columns: tuple[str, str]):
     path = write_text(folder / name, ["id", *columns], rows(), delimiter)
-    pairs = TablePairs([path])
+    pairs = open_tables([path], Wanted())
     check(pairs)
     assert pairs[3].key == f"{name}:row 4"
     check(pickle.loads(pickle.dumps(pairs)))
@@ -54,7 +54,7 @@ def test_text_tables(folder: Path, name: str, delimiter: str, columns: tuple[str
 
 def test_named_columns_and_separator(folder: Path):
     path = write_text(folder / "a.csv", ["title", "picture", "words"], rows(), ";")
-    check(TablePairs([path], image_column="picture", caption_column="words", separator=";"))
+    check(open_tables([path], Wanted(image="picture", caption="words", separator=";")))
 
 
 NEGATIVES = [("far", "farther"), ("other",), ()]
@@ -92,7 +92,7 @@ def write_negatives(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "arrow"])
 def test_negatives(tmp_path: Path, kind: str):
     path = write_negatives(tmp_path, kind)
-    pairs = TablePairs([path], negatives=True)
+    pairs = open_tables([path], Wanted(negatives=True))
     assert [(pairs[i].image, pairs[i].caption) for i in range(3)] == [
         *zip("abc", "xyz", strict=True)
     ]
@@ -104,12 +104,12 @@ def test_negatives(tmp_path: Path, kind: str):
 def test_negatives_that_are_not_used_are_told(tmp_path: Path, kind: str):
     path = write_negatives(tmp_path, kind)
     names = "'negative'" if kind == "jsonl" else "'negative_1', 'negative_2'"
-    unused = TablePairs([path])
+    unused = open_tables([path], Wanted())
     assert unused[0].negatives == ()
     [note] = unused.notes
     assert note.startswith(f"{path} has negatives ({names}), which are not used: ")
     assert note.endswith("--loss infonce --hard-negatives N")
-    found = TablePairs([path], negatives=None)
+    found = open_tables([path], Wanted(negatives=None))
     assert found.notes == [note]
     assert [found[i].negatives for i in range(3)] == NEGATIVES
 
@@ -119,26 +119,26 @@ def test_negatives_if_there_are_any(tmp_path: Path):
     path = tmp_path / "a.parquet"
     for other in ({}, {"negative": [1]}):  # a column of something else is none
         pa.parquet.write_table(pa.table({**columns, **other}), path)
-        assert TablePairs([path], negatives=None)[0].negatives == ()
+        assert open_tables([path], Wanted(negatives=None))[0].negatives == ()
 
 
 def test_named_columns_of_negatives(tmp_path: Path):
     path = write_negatives(tmp_path, "csv")
-    pairs = TablePairs([path], negatives=True, negative_column="negative_2, positive")
+    pairs = open_tables([path], Wanted(negatives=True, negative="negative_2, positive"))
     assert [pairs[i].negatives for i in range(3)] == [("farther", "x"), ("y",), ("z",)]
     with pytest.raises(
         UsageError, match=r"no column of negatives 'hard'; its .*--csv-negative-key"
     ):
-        TablePairs([path], negatives=True, negative_column="hard")
+        open_tables([path], Wanted(negatives=True, negative="hard"))
     path.write_text("query,positive\na,b\n")
     with pytest.raises(UsageError, match="no column of negatives 'negative'"):
-        TablePairs([path], negatives=True)
+        open_tables([path], Wanted(negatives=True))
 
 
 def test_an_image_may_have_negatives(folder: Path):
     header = ["filepath", "title", "negative"]
     rows = [[f"images/{i}.png", "right", f"wrong {i}"] for i in range(2)]
-    pairs = TablePairs([write_text(folder / "a.csv", header, rows, ",")], negatives=True)
+    pairs = open_tables([write_text(folder / "a.csv", header, rows, ",")], Wanted(negatives=True))
     assert pairs[1].negatives == ("wrong 1",)
     assert pairs[1].image.getpixel((0, 0))[0] == 1
 
@@ -154,20 +154,7 @@ def test_parquet(folder: Path, kind: str):
     }[kind]
     path = folder / "a.parquet"
     pa.parquet.write_table(pa.table({"image": images, "text": CAPTIONS}), path, row_group_size=2)
-    check(TablePairs([path]))
-
-
-def test_several_tables(folder: Path):
-    a = write_text(folder / "a.csv", ["id", "filepath", "title"], rows()[:2], ",")
-    b = write_text(folder / "b.tsv", ["id", "image", "caption"], rows()[2:], "\t")
-    check(TablePairs([a, b]))
-    assert TablePairs([a, b])[2].key == "b.tsv:row 1"
-
-
-def test_absolute_paths(folder: Path, tmp_path_factory):
-    path = tmp_path_factory.mktemp("elsewhere") / "a.csv"
-    write_text(path, ["filepath", "title"], [[str(folder / "images" / "3.png"), "three"]], ",")
-    assert TablePairs([path])[0].image.getpixel((0, 0))[0] == 3
+    check(open_tables([path], Wanted()))
 
 
 def test_bad_samples_keep_their_place(folder: Path):
@@ -180,7 +167,9 @@ def test_bad_samples_keep_their_place(folder: Path):
         ["images", "a folder"],
         ["images/1.png", "good"],
     ]
-    pairs = TablePairs([write_text(folder / "a.csv", ["filepath", "title"], broken, ",")])
+    pairs = open_tables(
+        [write_text(folder / "a.csv", ["filepath", "title"], broken, ",")], Wanted()
+    )
     reasons = []
     for i in range(5):
         with pytest.raises(BadSample) as caught:
@@ -200,7 +189,7 @@ def test_bad_samples_keep_their_place(folder: Path):
 def test_nulls_in_parquet(folder: Path):
     table = pa.table({"image": ["images/0.png", None, "images/1.png"], "text": [None, "a", "b"]})
     pa.parquet.write_table(table, folder / "a.parquet")
-    pairs = TablePairs([folder / "a.parquet"])
+    pairs = open_tables([folder / "a.parquet"], Wanted())
     with pytest.raises(BadSample, match="empty caption"):
         pairs[0]
     with pytest.raises(BadSample, match="no image"):
@@ -208,28 +197,13 @@ def test_nulls_in_parquet(folder: Path):
     assert pairs[2].caption == "b"
 
 
-def test_malformed_rows_are_left_out_and_counted(folder: Path):
-    path = folder / "a.csv"
-    path.write_text("filepath,title\nimages/0.png,a\nimages/1.png,b,too many\nimages/2.png,c\nx\n")
-    pairs = TablePairs([path])
-    assert [pairs[i].caption for i in range(len(pairs))] == ["a", "c"]
-    (line,) = pairs.damage
-    assert "2 rows left out, the first (row 2) has 3 fields instead of 2: 'images/1.png,b" in line
-    assert pairs[1].key == "a.csv:row 3"  # as it is in the file
-
-
 def test_a_row_that_is_not_utf8_costs_no_other(folder: Path):
     path = folder / "a.csv"
     path.write_bytes(b"filepath,title\nimages/0.png,\xff\xfe\nimages/1.png,good\n")
-    pairs = TablePairs([path])
+    pairs = open_tables([path], Wanted())
     assert pairs[1].caption == "good"
     with pytest.raises(BadSample, match=r"not UTF-8: a\.csv:row 1"):
         pairs[0]
-
-
-def test_numbers_as_captions(folder: Path):
-    path = write_text(folder / "a.csv", ["filepath", "title"], [["images/0.png", "007"]], ",")
-    assert TablePairs([path])[0].caption == "007"
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
@@ -241,33 +215,9 @@ def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
         pa.parquet.write_table(pa.table({"url": ["x"], "alt": ["y"]}), path)
     expected = r"no image column 'filepath' or .* no query .* are 'url', 'alt'"
     with pytest.raises(UsageError, match=expected):
-        TablePairs([path])
+        open_tables([path], Wanted())
     with pytest.raises(UsageError, match=r"no caption column 'words'; its .* 'url', 'alt'"):
-        TablePairs([path], image_column="url", caption_column="words")
-
-
-@pytest.mark.parametrize(("name", "data"), [
-    ("a.parquet", b"no parquet"),
-    ("a.csv", b""),
-])  # fmt: skip
-def test_unreadable_tables(folder: Path, name: str, data: bytes):
-    (folder / name).write_bytes(data)
-    with pytest.raises(UsageError, match=f"cannot read .*{name}"):
-        TablePairs([folder / name])
-
-
-def test_an_index_out_of_range(folder: Path):
-    pairs = TablePairs([write_text(folder / "a.csv", ["id", "image", "text"], rows(), ",")])
-    assert [pair.caption for pair in pairs] == CAPTIONS
-    for index in (-1, 5):
-        with pytest.raises(IndexError, match=f"index {index} of 5"):
-            pairs[index]
-
-
-def test_no_rows(folder: Path):
-    (folder / "a.csv").write_text("filepath,title\n")
-    with pytest.raises(UsageError, match=r"no rows in .*a\.csv"):
-        TablePairs([folder / "a.csv"])
+        open_tables([path], Wanted(image="url", caption="words"))
 
 
 QUERIES = ["what is a", " what is b ", "c?"]
@@ -290,12 +240,12 @@ def write_texts(path: Path, query: str, passage: str) -> Path:
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl"])
 def test_pairs_of_texts(tmp_path: Path, name: str):
     path = write_texts(tmp_path / name, "q", "p")
-    pairs = TablePairs([path], query_column="q", caption_column="p")
+    pairs = open_tables([path], Wanted(query="q", caption="p"))
     assert pairs.first == "text"
     assert [(pair.image, pair.caption) for pair in pairs] == [
         (query.strip(), passage) for query, passage in zip(QUERIES, PASSAGES, strict=True)
     ]
-    itself = TablePairs([path], query_column="q", caption_column="q")  # SimCSE's pairs
+    itself = open_tables([path], Wanted(query="q", caption="q"))  # SimCSE's pairs
     assert (itself[0].image, itself[0].caption) == ("what is a", "what is a")
 
 
@@ -306,7 +256,7 @@ def test_pairs_of_texts(tmp_path: Path, name: str):
 def test_usual_names_of_pairs_of_texts(tmp_path: Path, query: str, passage: str):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"negative": "n", query: "q", passage: "p"}))
-    (pair,) = TablePairs([path])
+    (pair,) = open_tables([path], Wanted())
     assert (pair.image, pair.caption) == ("q", "p")
 
 
@@ -314,19 +264,19 @@ def test_images_come_before_queries_that_are_not_asked_for(folder: Path):
     path = write_text(
         folder / "a.csv", ["image", "query", "text"], [["images/3.png", "q", "t"]], ","
     )
-    assert TablePairs([path]).first == "image"
-    assert TablePairs([path], query_column="query")[0].image == "q"
+    assert open_tables([path], Wanted()).first == "image"
+    assert open_tables([path], Wanted(query="query"))[0].image == "q"
     with pytest.raises(UsageError, match="image column 'image' and query column 'query'"):
-        TablePairs([path], query_column="query", image_column="image")
+        open_tables([path], Wanted(query="query", image="image"))
     other = write_text(folder / "b.csv", ["query", "text"], [["q", "t"]], ",")
     with pytest.raises(UsageError, match=r"a\.csv has images with texts, but .*b\.csv texts"):
-        TablePairs([path, other])
+        open_tables([path, other], Wanted())
 
 
 def test_bad_texts(tmp_path: Path):
     table = pa.table({"query": ["", None, "q", "q"], "answer": ["a", "a", " ", "a"]})
     pa.parquet.write_table(table, tmp_path / "a.parquet")
-    pairs = TablePairs([tmp_path / "a.parquet"])
+    pairs = open_tables([tmp_path / "a.parquet"], Wanted())
     for index, reason in enumerate(["empty query", "empty query", "empty caption"]):
         with pytest.raises(BadSample, match=reason):
             pairs[index]
@@ -338,16 +288,10 @@ def test_a_query_column_that_is_not_there(tmp_path: Path):
     with pytest.raises(
         UsageError, match=r"a\.csv has no query column 'Q'; its .* 'q', 'p', 'image'"
     ):
-        TablePairs([path], query_column="Q")
+        open_tables([path], Wanted(query="Q"))
     path = write_texts(tmp_path / "a.jsonl", "query", "p")
     with pytest.raises(UsageError, match=r"no caption column 'positive' or 'answer' or .* 'title'"):
-        TablePairs([path], query_column="query")
-
-
-def test_columns_of_parquet_that_hold_something_else(tmp_path: Path):
-    pa.parquet.write_table(pa.table({"image": ["a"], "text": [7]}), tmp_path / "a.parquet")
-    with pytest.raises(UsageError, match=r"a\.parquet: column 'text' holds int64; expected texts"):
-        TablePairs([tmp_path / "a.parquet"])
+        open_tables([path], Wanted(query="query"))
 
 
 def test_json_lines_with_images(folder: Path):
@@ -355,6 +299,6 @@ def test_json_lines_with_images(folder: Path):
         json.dumps({"file_name": f"images/{i}.png", "text": t}) for i, t in enumerate(CAPTIONS)
     ]
     (folder / "a.jsonl").write_text("\n".join([*lines, "no json"]))
-    pairs = TablePairs([folder / "a.jsonl"])
+    pairs = open_tables([folder / "a.jsonl"], Wanted())
     check(pairs)
     assert pairs.damage[0].endswith("1 line left out, the first is line 6: no JSON object")

@@ -4,6 +4,7 @@ import torch
 
 from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
+from megabatch.gradient_cache.batches import divided
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths, side_by_side
 
 
@@ -14,7 +15,8 @@ def test_micro_batches_are_those_of_a_run():
         for context in (77, 26):  # at most what the model takes
             tokens = torch.zeros(8, context)
             texts = SortedByLength(tokens, torch.tensor(sample).clamp(max=context))
-            run = [tuple(texts.take(part).shape) for part in texts.micro_batches(count)]
+            parts = [one.of("text") for one in divided(8, -(-8 // count), {"text": texts})]
+            run = [tuple(texts.take(part).shape) for part in parts]
             found = lengths.micro_batches("text", context, 8, count)
             assert [tuple(part) for *part, number in found for _ in range(number)] == run
             assert lengths.longer("text", context, 8, count) == texts.longer(count)

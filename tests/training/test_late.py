@@ -134,7 +134,7 @@ def test_decoding_that_fails_ends_the_run_with_a_line(
 
     def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
         if self.step == 4:
-            processes = batch.images._decoder._loader._iterator._workers
+            processes = batch.images._decoder._processes.loader._iterator._workers
             for process in processes:
                 os.kill(process.pid, signal.SIGKILL)
                 process.join()

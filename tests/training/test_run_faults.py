@@ -75,7 +75,7 @@ def test_data_without_a_usable_batch_stop_a_run_that_has_started(
     table = tmp_path / "bad.csv"
     table.write_bytes(b"filepath,title\n" + b"0.png,gr\xfcn\n" * 8)
     (tmp_path / "0.png").write_bytes(b"no picture")
-    with pytest.raises(TrainingStopped, match="a whole epoch of 8 pairs gives no batch of 8"):
+    with pytest.raises(TrainingStopped, match="a whole epoch of 8 pairs has no usable one"):
         train(make_config(tmp_path / "run", train_data=str(table)))  # exit code 1
 
 

@@ -18,55 +18,41 @@ from megabatch.data.fetch import Chunk, channels_last
 def collected(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Chunk]:
     """Yield batches of `size` samples, of which the bad ones are left out; the last may be smaller.
 
-    No chunk has samples of two batches.
+    No chunk has samples of two batches. Images are copied chunk by chunk, which frees the shared
+    memory in which a worker has sent them; those of a chunk that is a whole batch are not.
     """
-    batch = _Assembly(size, memory)
+    coming = iter(chunks)
+    while (batch := _next_batch(coming, size, memory)) is not None:
+        yield batch
+        del batch  # before its memory is asked for
+
+
+def _next_batch(chunks: Iterator[Chunk], size: int, memory: Memory) -> Chunk | None:
+    images: Any = None
+    parts: list[Chunk] = []  # without their images
+    rows = samples = 0
     for chunk in chunks:
-        batch.add(chunk)
-        del chunk  # before waiting for the next one
-        if batch.samples == size:
-            yield batch.chunk()
-            batch = _Assembly(size, memory)
-    if batch.samples:
-        yield batch.chunk()
-
-
-class _Assembly:
-    """One batch; images of each chunk are copied when it comes, which frees its shared memory."""
-
-    def __init__(self, size: int, memory: Memory) -> None:
-        self.size = size
-        self.samples = 0
-        self._memory = memory
-        self._rows = 0
-        self._parts: list[Chunk] = []  # without their images, if there are several
-        self._images: Tensor | list[Any] | None = None
-
-    def add(self, chunk: Chunk) -> None:
-        """Add a chunk."""
-        self.samples += len(chunk) + len(chunk.bad)
-        end = self._rows + len(chunk)
-        if len(chunk) == self.size:  # alone: not copied
-            self._images = chunk.images
-        elif isinstance(chunk.images, Tensor):
-            if self._images is None:
-                self._images = self._memory.like(chunk.images, self.size)
-            self._images[self._rows : end] = chunk.images
+        first, rows = rows, rows + len(chunk)
+        samples += len(chunk) + len(chunk.bad)
+        if isinstance(chunk.images, Tensor) and len(chunk) < size:
+            images = memory.like(chunk.images, size) if images is None else images
+            images[first:rows] = chunk.images
         elif chunk.images is not None:
-            self._images = [*(self._images or ()), *chunk.images]
-        self._rows = end
-        self._parts.append(replace(chunk, images=None))
-
-    def chunk(self) -> Chunk:
-        """All samples so far."""
-        texts = [part.texts for part in self._parts if part.texts is not None]
-        return Chunk(
-            None if self._images is None else self._images[: self._rows],
-            np.concatenate(texts) if texts else None,
-            np.concatenate([part.indices for part in self._parts]),
-            np.concatenate([part.ids for part in self._parts]),
-            [bad for part in self._parts for bad in part.bad],
-        )
+            images = chunk.images if images is None else [*images, *chunk.images]
+        parts.append(replace(chunk, images=None))
+        del chunk  # before waiting for the next one
+        if samples == size:
+            break
+    if not parts:
+        return None
+    texts = [part.texts for part in parts if part.texts is not None]
+    return Chunk(
+        None if images is None else images[:rows],
+        np.concatenate(texts) if texts else None,
+        np.concatenate([part.indices for part in parts]),
+        np.concatenate([part.ids for part in parts]),
+        [bad for part in parts for bad in part.bad],
+    )
 
 
 class Memory:

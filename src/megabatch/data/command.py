@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,7 +16,7 @@ from megabatch.references import absent
 if TYPE_CHECKING:
     from PIL import Image
 
-    from megabatch.data.pairs import Pair, PairDataset
+    from megabatch.data.pairs import Pair
 
 # Libraries are imported by the functions that use them: --help does not need them.
 
@@ -87,6 +88,7 @@ def inspect(options: Inspect) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
     for source in absent(options.data):
         raise UsageError(f"nothing matches {source}")
+    from megabatch.data.pairs import BadSample, caption_id
     from megabatch.data.sources import open_pairs
 
     dataset = open_pairs(
@@ -99,22 +101,61 @@ def inspect(options: Inspect) -> int:
         negatives=None if options.csv_negative_key is None else True,
         negative_column=options.csv_negative_key,
     )
-    read = _read_some(dataset, options.limit)
-    unusable = sum(read.bad.values())
-    print(f"{plural(len(dataset), 'sample')}, {read.count:,} of them read, {unusable:,} unusable")
+    good: list[Pair] = []
+    bad: dict[str, list[str]] = {}  # their keys by reason
+    negatives, captions = Counter[int](), Counter[int]()
+    indices = _spread(len(dataset), options.limit)
+    for index in _shown(indices):
+        try:
+            pair = dataset[index]
+        except BadSample as sample:
+            bad.setdefault(sample.reason, []).append(sample.key)
+            continue
+        negatives[len(pair.negatives)] += 1
+        captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
+        if len(good) < 5:
+            good.append(pair)
+    unusable = sum(map(len, bad.values()))
+    print(f"{plural(len(dataset), 'sample')}, {len(indices):,} of them read, {unusable:,} unusable")
     for line in getattr(dataset, "notes", []):
         print(f"note: {line}")
     for line in getattr(dataset, "damage", []):
         print(f"damaged: {line}")
-    for reason, count in read.bad.most_common():
-        print(f"skipped {count:,} x {reason} (first: {read.first_bad[reason]})")
-    if any(read.negatives):
-        print(f"hard negatives: {_distribution(read.negatives)}")
-    if read.captions:
-        print(_repetition(read.captions, of_all=read.count == len(dataset)))
-    for pair in read.examples:
-        print(f"{pair.key}: {_describe(pair.image)}: {pair.caption}")
-    return 0 if unusable < read.count else 1
+    for reason, keys in sorted(bad.items(), key=lambda item: -len(item[1])):
+        print(f"skipped {len(keys):,} x {reason} (first: {keys[0]})")
+    if any(negatives):
+        print(f"hard negatives: {_distribution(negatives)}")
+    if captions:
+        print(_repetition(captions, of_all=len(indices) == len(dataset)))
+    for pair in good:
+        print(f"{pair.key}: {_described(pair.image)}: {pair.caption}")
+    return 0 if good else 1
+
+
+def _described(first: Image.Image | str) -> str:
+    if isinstance(first, str):
+        return first
+    width, height = first.size
+    return f"{width} x {height} {first.mode}"
+
+
+def _spread(size: int, limit: int) -> list[int]:
+    """So many indices, spread evenly; limit 0: all."""
+    import numpy as np
+
+    indices: list[int] = np.linspace(0, size - 1, min(limit or size, size)).astype(int).tolist()
+    return indices
+
+
+def _shown(indices: list[int]) -> Iterable[int]:
+    """The indices, with a bar of progress on a terminal."""
+    from rich.progress import track
+
+    from megabatch.terminal import plain_console
+
+    console = plain_console(stderr=True)
+    hidden = not console.is_terminal  # rich would end it with an empty line all the same
+    return track(indices, "reading", console=console, transient=True, disable=hidden)
 
 
 def _distribution(negatives: Counter[int]) -> str:
@@ -125,13 +166,6 @@ def _distribution(negatives: Counter[int]) -> str:
     return ", ".join(shown)
 
 
-def _describe(first: Image.Image | str) -> str:
-    if isinstance(first, str):
-        return first
-    width, height = first.size
-    return f"{width} x {height} {first.mode}"
-
-
 def _repetition(captions: Counter[int], of_all: bool) -> str:
     repeated, read = sum(n for n in captions.values() if n > 1), captions.total()
     among = "" if of_all else " among those read (--limit 0: among all)"
@@ -140,45 +174,3 @@ def _repetition(captions: Counter[int], of_all: bool) -> str:
         f"{repeated:,} of {read:,} captions ({repeated / read:.1%}) occur more than once"
         f"{among}{advice}"
     )
-
-
-@dataclass
-class _Read:
-    """The samples that were read, `count` of them.
-
-    examples: the first five good ones. bad, first_bad: the number of bad ones for each reason, and
-    the first one's key. negatives: the number of good ones with so many; captions: with that id.
-    """
-
-    count: int
-    examples: list[Pair] = field(default_factory=list)
-    bad: Counter[str] = field(default_factory=Counter)
-    first_bad: dict[str, str] = field(default_factory=dict)
-    negatives: Counter[int] = field(default_factory=Counter)
-    captions: Counter[int] = field(default_factory=Counter)
-
-
-def _read_some(dataset: PairDataset, limit: int) -> _Read:
-    import numpy as np
-    from rich.progress import track
-
-    from megabatch.data.pairs import BadSample, caption_id
-    from megabatch.terminal import plain_console
-
-    count = min(limit or len(dataset), len(dataset))
-    indices = np.linspace(0, len(dataset) - 1, count).astype(np.int64).tolist()
-    read = _Read(count)
-    console = plain_console(stderr=True)
-    hidden = not console.is_terminal  # rich would end it with an empty line all the same
-    for index in track(indices, "reading", console=console, transient=True, disable=hidden):
-        try:
-            pair = dataset[index]
-        except BadSample as sample:
-            read.bad[sample.reason] += 1
-            read.first_bad.setdefault(sample.reason, sample.key)
-            continue
-        if len(read.examples) < 5:
-            read.examples.append(pair)
-        read.negatives[len(pair.negatives)] += 1
-        read.captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
-    return read

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,11 +138,6 @@ class GlyphPairs:
         """The split's faces, int64 (n,), index into `glyphs.face_names`."""
         return self.glyphs.faces[self.indices]
 
-    @property
-    def captions(self) -> list[str]:
-        """The split's captions, one per image."""
-        return [self.glyphs.names[i] for i in self.name_ids]
-
 
 def is_held_out(name: str) -> bool:
     """Whether a character is held out: 8 names of 100, picked by a hash of the name alone."""
@@ -180,9 +175,13 @@ def render(fonts: Sequence[Path]) -> GlyphSet:
     faces: list[int] = []
     characters: list[int] = []
     for face, path in enumerate(fonts):
-        sizes = _Sizes(path)
+        # The basic layout is the same on all machines; Raqm is installed on some only.
+        basic = ImageFont.Layout.BASIC
+        font = functools.cache(
+            functools.partial(ImageFont.truetype, str(path), layout_engine=basic)
+        )
         for character in _characters(path):
-            images.append(_draw(chr(character), sizes))
+            images.append(_draw(chr(character), font))
             faces.append(face)
             characters.append(character)
     distinct, name_ids = np.unique(np.array(characters, dtype=np.int64), return_inverse=True)
@@ -196,17 +195,6 @@ def render(fonts: Sequence[Path]) -> GlyphSet:
     )
 
 
-class _Sizes:
-    """One font file, loaded at any pixel size."""
-
-    def __init__(self, path: Path) -> None:
-        # The basic layout is the same on all machines; Raqm is installed on some only.
-        basic = ImageFont.Layout.BASIC
-        self.at = functools.cache(
-            lambda size: ImageFont.truetype(str(path), size, layout_engine=basic)
-        )
-
-
 def _characters(path: Path) -> list[int]:
     from fontTools.ttLib import TTFont  # type: ignore[import-untyped]  # matplotlib brings it
 
@@ -215,7 +203,7 @@ def _characters(path: Path) -> list[int]:
     return [c for c in points if unicodedata.category(chr(c))[0] in "LNPS"]
 
 
-def _draw(character: str, sizes: _Sizes) -> np.ndarray:
+def _draw(character: str, font: Callable[[int], ImageFont.FreeTypeFont]) -> np.ndarray:
     """Draw one character, uint8 (32, 32).
 
     All share one size and one baseline, so that "o", "O" and a superscript o differ. A glyph that
@@ -224,7 +212,7 @@ def _draw(character: str, sizes: _Sizes) -> np.ndarray:
     room = SIZE - 2 * MARGIN
     size = EM
     while True:
-        left, top, right, bottom = sizes.at(size).getbbox(character, anchor="ls")
+        left, top, right, bottom = font(size).getbbox(character, anchor="ls")
         extent = max(right - left, bottom - top)
         if extent <= room:
             break
@@ -233,9 +221,7 @@ def _draw(character: str, sizes: _Sizes) -> np.ndarray:
     y = min(max(BASELINE, MARGIN - top), SIZE - MARGIN - bottom)
     image = Image.new("L", (SIZE, SIZE))
     # Whole pixels: a fraction would blur the same stroke differently from glyph to glyph.
-    ImageDraw.Draw(image).text(
-        (int(x), int(y)), character, fill=255, font=sizes.at(size), anchor="ls"
-    )
+    ImageDraw.Draw(image).text((int(x), int(y)), character, fill=255, font=font(size), anchor="ls")
     return np.asarray(image)
 
 

@@ -142,6 +142,10 @@ class LateImages:
         bad: row to (reason, key), of the rows seen so far.
     """
 
+    _returned: int  # rows, so far
+    _received: int
+    _rest: Tensor  # received, not returned
+
     def __init__(self, images: Sequence[DeferredImage], decoder: Decoder) -> None:
         self.images = images
         self.bad: dict[int, tuple[str, str]] = {}
@@ -175,7 +179,7 @@ class LateImages:
 
     def _go_to(self, row: int) -> None:
         self._returned = self._received = row
-        self._rest = torch.empty(0)  # received, not returned
+        self._rest = torch.empty(0)
         self._decoder.start(self.images, row)
 
     def _receive(self) -> Tensor:

@@ -61,8 +61,9 @@ class PairLoader:
         batch_size: pairs in a batch of all ranks together.
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
-            each time that the sample comes in an epoch. Methods `batch` and `texts` (see
-            BatchTransform, TextTransform) take many at once.
+            each time that the sample comes in an epoch. It may have faster methods: `batch` (see
+            BatchTransform), `pixels` (see `transformed`), and `texts`, a list of first texts to
+            (b, ...), each row depending on its text alone, without randomness.
         tokenizer: list of captions to (n, context) int64. Each worker caches the tokens of distinct
             captions, up to 64 MiB; without workers this process does, up to 512 MiB.
         seed: of the orders and the transform's randomness.
@@ -167,7 +168,7 @@ class PairLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in an epoch in which no sample is skipped."""
+        """Batches in an epoch, one that has no usable sample included."""
         whole, rest = divmod(self._order.pairs, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 

@@ -118,15 +118,6 @@ class BatchTransform(Protocol):
         ...
 
 
-@runtime_checkable
-class TextTransform(Protocol):
-    """A transform of first texts that also takes many at once, which is faster."""
-
-    def texts(self, texts: list[str], /) -> torch.Tensor:
-        """Transform texts to (b, ...), each row depending on its text alone, without randomness."""
-        ...
-
-
 def ids_of(dataset: ArrayDataset, indices: np.ndarray) -> np.ndarray:
     """The pairs' ids, int64 (n,): the data set's own, or else their captions'."""
     if hasattr(dataset, "ids"):

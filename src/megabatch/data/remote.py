@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import hashlib
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,67 +45,55 @@ def local_copies(spec: str) -> list[Path]:
     Raises:
         UsageError: nothing matches, a file cannot be read, or a command fails.
     """
-    # Not by the expanded text, or braces could hide a command.
-    commands = spec.startswith(COMMAND)
-    sources = expand_urls(spec) if commands else _matching(expand_urls(spec), spec)
+    sources = expand_urls(spec)
+    if not spec.startswith(COMMAND):  # not by the expanded text, or braces could hide a command
+        sources = [name for url in sources for name in _matching(url, spec)]
+    copied = _file_copy if not spec.startswith(COMMAND) else _command_output
     with ThreadPoolExecutor(min(_AT_A_TIME, len(sources))) as pool:
-        return list(pool.map(_command_output if commands else _file_copy, sources))
+        return list(pool.map(functools.partial(_named, copied), sources))
 
 
-def _matching(urls: Sequence[str], spec: str) -> list[str]:
-    found: list[str] = []
-    for url in urls:
-        if not is_url(url):
-            raise UsageError(f"{url}: expected a URL (from {spec!r})")
-        found += _glob(url) if "*" in url else [url]
-    return found
+def _named(work: Callable[[str], Any], source: str) -> Any:
+    """work(source), whose errors name the source; libraries of stores raise errors of their own."""
+    try:
+        return work(source)
+    except UsageError:
+        raise
+    except FileNotFoundError as error:
+        raise UsageError(f"nothing matches {source}") from error
+    except Exception as error:
+        raise UsageError(f"cannot read {source}: {one_line(error, 300)}") from error
+
+
+def _matching(url: str, spec: str) -> list[str]:
+    if not is_url(url):
+        raise UsageError(f"{url}: expected a URL (from {spec!r})")
+    return _named(_glob, url) if "*" in url else [url]
 
 
 def _glob(url: str) -> list[str]:
-    with _failures(url):
-        system, path = fsspec.core.url_to_fs(url)
-        names = sorted(system.glob(path))
-    if not names:
-        raise UsageError(f"nothing matches {url}")
+    system, path = fsspec.core.url_to_fs(url)
+    if not (names := sorted(system.glob(path))):
+        raise FileNotFoundError(url)
     return [system.unstrip_protocol(name) for name in names]
 
 
 def _file_copy(url: str) -> Path:
-    with _failures(url):
-        system, path = fsspec.core.url_to_fs(url)
-        about = system.info(path)
-    state = sorted((name, str(about[name])) for name in about if _plain(name) in _STATE)
-    place = _place(f"{url} {state}", Path(path).name)
-    with _only_process(place) as missing:
-        if missing:
-            with _failures(url):
-                _copy(system.open(path, "rb"), place, url, about.get("size"))
+    system, path = fsspec.core.url_to_fs(url)
+    about = system.info(path)
+    state = [(k, str(v)) for k, v in about.items() if k.lower().translate(_PLAIN) in _STATE]
+    place = _place(f"{url} {sorted(state)}", Path(path).name)
+    _copy(lambda: system.open(path, "rb"), place, url, about.get("size"))
     return place
 
 
-def _plain(name: str) -> str:
-    return name.lower().replace("-", "").replace("_", "")
+_PLAIN = str.maketrans("", "", "-_")
 
 
 def _command_output(command: str) -> Path:
     place = _place(command, "pipe.tar")
-    with _only_process(place) as missing:
-        if missing:
-            with _failures(command):
-                _copy(gopen_pipe(command, "rb"), place, command)
+    _copy(lambda: gopen_pipe(command, "rb"), place, command)
     return place
-
-
-def _copy(source: Any, place: Path, name: str, size: int | None = None) -> None:
-    """Copy an opened file; `size`: the bytes that it should have, if known."""
-    shown = "" if size is None else f" ({size / 1e6:,.1f} MB)"
-    print(f"copying {name}{shown} to {place}", file=sys.stderr)
-    own = place.with_name(f"{place.name}-{uuid.uuid4().hex}.partial")
-    with replacing(place, own) as partial:
-        with contextlib.closing(source), partial.open("wb") as file:  # a command fails when closed
-            shutil.copyfileobj(source, file, _BLOCK)
-        if size is not None and partial.stat().st_size != size:
-            raise OSError(f"{partial.stat().st_size:,} of {size:,} bytes came")
 
 
 def _place(identity: str, name: str) -> Path:
@@ -112,31 +101,24 @@ def _place(identity: str, name: str) -> Path:
     return default_cache_dir() / "remote" / digest / name
 
 
-@contextlib.contextmanager
-def _only_process(place: Path) -> Iterator[bool]:
-    """Whether the file is missing; meanwhile the machine's other processes wait to ask that."""
+def _copy(opened: Callable[[], Any], place: Path, name: str, size: int | None = None) -> None:
+    """Copy a file if it is missing, while the machine's other processes wait for it.
+
+    size: the bytes that it should have, if known.
+    """
     if place.exists():
-        yield False
         return
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = (place.parent / "lock").open("a")
-    except OSError as error:
-        raise UsageError(f"cannot write {place.parent}: {error.strerror or error}") from error
-    with lock:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with (place.parent / "lock").open("a") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: it is copied twice
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield not place.exists()
-
-
-@contextlib.contextmanager
-def _failures(name: str) -> Iterator[None]:
-    """Name the source of an error; libraries of stores raise errors of their own."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except FileNotFoundError as error:
-        raise UsageError(f"nothing matches {name}") from error
-    except Exception as error:
-        raise UsageError(f"cannot read {name}: {one_line(error, 300)}") from error
+        if place.exists():
+            return
+        shown = "" if size is None else f" ({size / 1e6:,.1f} MB)"
+        print(f"copying {name}{shown} to {place}", file=sys.stderr)
+        own = place.with_name(f"{place.name}-{uuid.uuid4().hex}.partial")
+        with replacing(place, own) as partial:
+            with contextlib.closing(opened()) as source, partial.open("wb") as file:
+                shutil.copyfileobj(source, file, _BLOCK)  # a command fails when it is closed
+            if size is not None and partial.stat().st_size != size:
+                raise OSError(f"{partial.stat().st_size:,} of {size:,} bytes came")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import UsageError, plural
 from megabatch.imports import named_extras
 from megabatch.references import COMMAND, is_url
 
-TABLES = (".csv", ".tsv", ".parquet")
-ALL_TABLES = (*TABLES, ".jsonl", ".jsonl.gz", ".arrow")
+ALL_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".jsonl.gz", ".arrow")
 
 # Files of a folder that `save_to_disk` of Hugging Face's datasets writes, of one data set, and of
-# several splits, each in a folder of its own. Read without that library, which would bring pandas
-# and a dozen more packages along for two small JSON files next to Arrow streams.
+# several splits, each in a folder of its own. Their Arrow streams are read without that library,
+# which would bring pandas and a dozen more packages along.
 _STATE, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -73,16 +71,17 @@ def open_pairs(
     if upsampling_factors is not None:  # before anything that takes long
         check_factors(upsampling_factors, len(specs))
     columns = {
-        "image_column": one_each(image_column, "image_column", specs),
-        "query_column": one_each(query_column, "query_column", specs),
-        "caption_column": one_each(caption_column, "caption_column", specs),
-        "negative_column": one_each(negative_column, "negative_column", specs),
+        "image": image_column,
+        "query": query_column,
+        "caption": caption_column,
+        "negative": negative_column,
     }
+    each = {name: one_each(names, f"{name}_column", specs) for name, names in columns.items()}
     shared = {"separator": separator, "negatives": negatives}
-    sources = []
-    for number, one in enumerate(specs):
-        own = {option: names[number] for option, names in columns.items()}
-        sources.append(_open_one(one, split, {**own, **shared}))
+    sources = [
+        _open_one(one, split, {**{name: each[name][i] for name in each}, **shared})
+        for i, one in enumerate(specs)
+    ]
     if len(sources) == 1 and upsampling_factors is None:
         return sources[0]
     return mix(sources, specs, upsampling_factors)
@@ -127,32 +126,27 @@ def one_each(names: str | None, column: str, specs: list[str]) -> list[str | Non
 
 
 def _open_one(spec: str, split: str | None, columns: dict[str, Any]) -> PairDataset:
-    if spec == "glyphs":
-        _refuse_negatives(spec, columns)
-        if split is not None and split not in SPLITS:
-            raise UsageError(f"glyphs have no split {split!r}; expected one of {', '.join(SPLITS)}")
-        return load_glyphs().split(split or "train")
-    if split is not None:
+    if split is not None and spec != "glyphs":
         raise UsageError(f"split {split!r}: only the glyphs have splits, not {spec}")
-    if is_grey_folder(spec):
-        _refuse_negatives(spec, columns)
-        return GreyPairs(spec)
-    paths = find_files(spec)
-    if _is_table(paths[0]):
-        from megabatch.data.tables import TablePairs  # only tables need pyarrow
+    is_grey = is_grey_folder(spec)
+    paths = [] if is_grey or spec == "glyphs" else find_files(spec)
+    if paths and paths[0].name.endswith(ALL_TABLES):
+        from megabatch.data.tables import Wanted, open_tables  # only tables need pyarrow
 
-        return TablePairs(paths, **columns)
-    from megabatch.data.shards import ShardPairs
-
-    _refuse_negatives(spec, columns)
-    return ShardPairs(paths)
-
-
-def _refuse_negatives(spec: str, columns: dict[str, Any]) -> None:
+        return open_tables(paths, Wanted(**columns))
     if columns["negatives"]:
         raise UsageError(
             f"--hard-negatives: {spec} has none; expected tables, with columns of them"
         )
+    if paths:
+        from megabatch.data.shards import ShardPairs
+
+        return ShardPairs(paths)
+    if is_grey:
+        return GreyPairs(spec)
+    if split is not None and split not in SPLITS:
+        raise UsageError(f"glyphs have no split {split!r}; expected one of {', '.join(SPLITS)}")
+    return load_glyphs().split(split or "train")
 
 
 def find_files(spec: str) -> list[Path]:
@@ -161,25 +155,21 @@ def find_files(spec: str) -> list[Path]:
     Raises:
         UsageError: names the part that matches nothing, or a file of no known kind.
     """
-    if _is_saved(Path(spec)):
+    if any((Path(spec) / name).is_file() for name in (_STATE, _SAVED_SPLITS)):
         return _saved_files(Path(spec))
+    paths: list[Path] = []
     if not Path(spec).exists() and (spec.startswith(COMMAND) or is_url(spec)):
         from megabatch.data.remote import local_copies
 
-        return _of_one_kind(local_copies(spec), spec)
-    paths: list[Path] = []
-    for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
-        paths += _matches(pattern, spec)
-    return _of_one_kind(paths, spec)
-
-
-def _of_one_kind(paths: list[Path], spec: str) -> list[Path]:
-    """The paths; a UsageError unless all are shards, or all tables."""
-    tables = [path for path in paths if _is_table(path)]
-    # Compressed ones too: the reader has a message for them.
-    shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
-    shards = [path for path in shards if path not in tables]
-    if unknown := set(paths) - set(shards) - set(tables):
+        paths = local_copies(spec)
+    else:
+        for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
+            paths += _matches(pattern, spec)
+    tables = [path for path in paths if path.name.endswith(ALL_TABLES)]
+    others = [path for path in paths if path not in tables]
+    # Compressed shards too: their reader has a message for them.
+    shards = [path for path in others if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
+    if unknown := set(others) - set(shards):
         raise UsageError(
             f"{min(unknown)} is neither a .tar shard nor a {', '.join(ALL_TABLES)} table (from "
             f"{spec!r})"
@@ -189,14 +179,17 @@ def _of_one_kind(paths: list[Path], spec: str) -> list[Path]:
     return paths
 
 
-def _is_table(path: Path) -> bool:
-    return path.name.endswith(ALL_TABLES)
-
-
 def _matches(pattern: str, spec: str) -> list[Path]:
     path = Path(pattern)
     if path.is_dir():
-        return _in_folder(path)
+        files = sorted(p for p in path.iterdir() if p.is_file())
+        # Shards first: img2dataset leaves a table of metadata, without images, next to each.
+        for kinds in ((".tar",), ALL_TABLES):
+            if found := [p for p in files if p.name.endswith(kinds)]:
+                return found
+        raise UsageError(
+            f"no .tar shards and no {', '.join(ALL_TABLES)} tables in the folder {path}"
+        )
     found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(pattern))]
     if not found:
         within = "" if pattern == spec else f" (from {spec!r})"
@@ -204,57 +197,27 @@ def _matches(pattern: str, spec: str) -> list[Path]:
     return found
 
 
-def _in_folder(folder: Path) -> list[Path]:
-    # Shards first: img2dataset leaves a table of metadata, without images, next to each.
-    for kinds in ((".tar",), ALL_TABLES):
-        if found := sorted(p for p in folder.iterdir() if p.name.endswith(kinds) and p.is_file()):
-            return found
-    raise UsageError(f"no .tar shards and no {', '.join(ALL_TABLES)} tables in the folder {folder}")
-
-
-def _is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of Hugging Face's datasets wrote this folder."""
-    return (folder / _STATE).is_file() or (folder / _SAVED_SPLITS).is_file()
-
-
 def _saved_files(folder: Path) -> list[Path]:
     """The Arrow files of a folder that `save_to_disk` wrote; of several splits, those of train.
 
     Raises:
-        UsageError: a file is missing or unreadable; there are splits, but no train.
+        UsageError: a file is missing; there are splits, but no train.
     """
     if not (folder / _STATE).is_file():
-        splits = _read_entry(folder / _SAVED_SPLITS, "splits")
+        splits = sorted(path.parent.name for path in folder.glob(f"*/{_STATE}"))
         if "train" not in splits:
             others = ", ".join(map(repr, splits)) or "none"
             raise UsageError(
                 f"{folder} has no split 'train', but {others}: give the folder of one of them"
             )
-        return _saved_files(folder / "train")
-    state = folder / _STATE
-    try:
-        files = [folder / entry["filename"] for entry in _read_entry(state, "_data_files")]
-    except (KeyError, TypeError) as error:
-        raise UsageError(f"{state} does not name its files as datasets does") from error
-    if _read_entry(state, "_indices_data_files", None):
+        folder = folder / "train"
+    files = sorted(
+        folder.glob("data-[0-9]*-of-[0-9]*.arrow")
+    )  # others may be results that it has cached
+    expected = int(files[0].stem.rpartition("-")[2]) if files else 1
+    if len(files) != expected:
         raise UsageError(
-            f"{folder} was saved by an old version of datasets, with its rows selected by a second "
-            "file; load and save it once more with datasets 2 or newer"
+            f"{folder} has {len(files)} of the {plural(expected, 'file')} data-*.arrow that "
+            "datasets wrote; if a version before 2.8 did, load and save it once more"
         )
-    if missing := [path for path in files if not path.is_file()]:
-        raise UsageError(f"{missing[0]} is missing, which {state} names")
-    if not files:
-        raise UsageError(f"no rows in {folder}")
     return files
-
-
-def _read_entry(path: Path, *key_and_default: Any) -> Any:
-    """Read one entry of a JSON file that holds an object."""
-    key, *default = key_and_default
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot read {path}: {one_line(error)}") from error
-    if not isinstance(document, dict) or (not default and not isinstance(document.get(key), list)):
-        raise UsageError(f"{path} is not what datasets writes: expected a list {key!r} in it")
-    return document.get(key)

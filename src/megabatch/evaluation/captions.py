@@ -299,19 +299,18 @@ def _open_tables(
     separator: str | None,
 ) -> ListedImages:
     """Open tables with a row for each caption, or with a list of captions in each row."""
-    from megabatch.data.tables import Wanted, no_rows, open_table  # needs pyarrow
+    from megabatch.data.tables import TablePairs, Wanted, no_rows  # needs pyarrow
 
     wanted = Wanted(image, None, caption, separator, lists=True)
     found: dict[Any, _Listed] = {}
     damage: list[str] = []
     notes: list[str] = []
     for path in paths:
-        table = open_table(path, wanted)
+        table = TablePairs(path, wanted, ImageFiles((image_folder,)) if image_folder else None)
         if table.first == "text":
             raise UsageError(f"{path} has pairs of texts; expected images (--csv-img-key)")
-        files = _image_files(path, image_folder)
-        damage += table.columns.damage + _join_rows(table, files, found)
-        notes += table.notes + (table.look_at_images(files) if len(table) else [])
+        damage += table.damage + _join_rows(table, found)
+        notes += table.notes
     if not found:
         raise no_rows(paths, damage)
     empties = [(listed.key, [*map(_is_empty, listed.captions)]) for listed in found.values()]
@@ -323,7 +322,7 @@ def _open_tables(
     return ListedImages(list(found.values()), damage, notes)
 
 
-def _join_rows(table: Any, files: ImageFiles, found: dict[Any, _Listed]) -> list[str]:
+def _join_rows(table: Any, found: dict[Any, _Listed]) -> list[str]:
     """Add a table's images, with the captions of all their rows, to `found`; returns the damage.
 
     `found`: the images of the tables so far, in order of first use. The same name is the same image
@@ -342,9 +341,9 @@ def _join_rows(table: Any, files: ImageFiles, found: dict[Any, _Listed]) -> list
         same: Any = (table.path, row)  # without an image: counted as one that is missing
         if image:
             is_name = isinstance(image, str)
-            same = (files, str(Path(image))) if is_name else sha256(image).digest()
+            same = (table.files, str(Path(image))) if is_name else sha256(image).digest()
         # Images are read again when they are used: those in an Arrow file stay there.
-        new = _Listed(partial(table.first_of, row), [], key, files)
+        new = _Listed(partial(table.first_of, row), [], key, table.files)
         found.setdefault(same, new).captions.extend(value if isinstance(value, list) else [value])
     if not bad:
         return []

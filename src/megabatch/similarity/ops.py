@@ -81,7 +81,7 @@ class Operator:
             def jvp(ctx: FunctionCtx, *tangents: Any) -> NoReturn:
                 refuse_jvp()
 
-        Direct.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
+        Direct.backward = staticmethod(backward)  # type: ignore[method-assign]
 
         class Transformed(Direct):
             """The form that `torch.func` accepts."""
