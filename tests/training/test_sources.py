@@ -180,7 +180,7 @@ def test_damage_is_told_before_the_first_step(
     monkeypatch.setattr(Run, "_steps", begin)
     with pytest.raises(Begun):
         train(make_config(tmp_path / "run", train_data=str(cut)))
-    told = "the 9 samples before that are used, at least 1 is lost"
+    told = "the 9 samples before that are used, what followed is lost"
     assert f"damaged: {cut}: breaks off inside 0009.png" in (out := capsys.readouterr().out)
     assert told in out
 

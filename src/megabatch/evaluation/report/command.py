@@ -36,6 +36,9 @@ def main(argv: list[str]) -> int:
         raise UsageError("--output: needed to compare several runs, such as comparison.html")
     if output.is_dir():
         raise UsageError(f"--output {output}: is a folder; expected a file")
+    for run in config.runs:
+        if not run.is_dir():
+            raise UsageError(f"{run} is not a folder")
     # --help and errors import as little as possible
     from megabatch.evaluation.report.page import make_page
     from megabatch.evaluation.run_folder import write_atomically
