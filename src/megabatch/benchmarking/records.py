@@ -58,7 +58,7 @@ def write(path: Path, command: str, records: Sequence[Any], **more: Any) -> None
 
 
 def environment() -> dict[str, Any]:
-    """What every record has: the machine, versions of packages, and hashes of the sources."""
+    """The fields of every record: the machine, versions of packages, hashes of the sources."""
     return {"machine": machine(), "versions": versions(), "sources": sources()}
 
 

@@ -383,7 +383,7 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
 def _coco(
     images: list[dict[str, Any]], annotations: list[dict[str, Any]]
 ) -> list[tuple[str, list[Any], str]]:
-    """Of each image with captions: its file's name, the captions, its name in messages."""
+    """List the images that have captions: file name, captions, and a name for messages."""
     captions: dict[Any, list[Any]] = {image["id"]: [] for image in images}
     if len(captions) < len(images):
         raise UsageError(f"of {len(images)} images some have the same id")

@@ -210,7 +210,7 @@ class SortedByLength:
     def take(self, rows: slice) -> Any:
         """Some rows in the encoder's order, at least one, with as many columns as the first needs.
 
-        Of tensors with one dimension nothing is cut.
+        Tensors with one dimension stay as they are.
         """
         order, width = self._order[rows], self._widths[rows.start]
 

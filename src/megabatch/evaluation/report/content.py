@@ -109,7 +109,7 @@ def _of_task(matched: Matched) -> dict[str, Any]:
 
 
 def galleries(matched: Matched) -> list[dict[str, Any]]:
-    """Of each direction, queries drawn at random, and further ones whose first answer is wrong."""
+    """Draw queries at random in each direction, and further ones with a wrong first answer."""
     firsts, seconds, (there, back) = matched.features, matched.text_features, matched.answers
     image, text, pictured = (partial(entry, matched) for entry in (_image, _text, _pictured_text))
     return [

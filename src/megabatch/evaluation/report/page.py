@@ -36,7 +36,7 @@ CURVES = {
     "pairs_per_second": "pairs per second",
 }
 _VALIDATION = ("recall@1", "top1")  # figures of evaluations during the training that are drawn
-# Of settings, of the last logged step, and of the evaluation.
+# The page shows settings, the last logged step and the evaluation.
 _FACTS = {
     "model": ("model", "{}"),
     "parameters": ("parameters", "{:,}"),
