@@ -1,7 +1,6 @@
 """Losses other than CLIP's on one GPU: time, memory, share of the product, error.
 
     python benchmarks/losses.py --output benchmarks/results/losses.json
-    python benchmarks/plots.py benchmarks/results/losses.json
 
 SigLIP's loss, siglip-kernel and the dense expression; NT-Xent and the supervised loss, whose matrix
 is symmetric, with and without use of the symmetry; CLIP's loss and InfoNCE with ids and a margin,

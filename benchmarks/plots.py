@@ -1,22 +1,18 @@
 """Figures from the records of benchmarks.
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
-    python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
     python benchmarks/plots.py benchmarks/results/simulation.json
-    python benchmarks/plots.py benchmarks/results/paper-tables.json
     python benchmarks/plots.py benchmarks/results/batch-study.json
     python benchmarks/plots.py benchmarks/results/same-accuracy.json
 
 Those of batch_study.py and same_accuracy.py are described in machinery/study_figures.py.
 
-All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
-memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
-the records' folder), and for the README time and memory of a few (single-gpu-summary.png). For
-other losses: the share of each at its largest size (losses.png). For several GPUs: fraction of
-ideal and memory per GPU over their number (scaling.png). Simulated: the fraction of ideal of each
-schedule on 8 to 4,096 GPUs, of the loss and of a training step (simulation.png). The paper's
-tables: a GPU's memory over the batch size (paper-tables.png).
+All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time and extra
+memory over b (single-gpu-time.png, -memory.png, in the records' folder), and for the README both of
+a few contenders (single-gpu-summary.png). For several GPUs: fraction of ideal and memory per GPU
+over their number (scaling.png). Simulated: the fraction of ideal of each schedule on 8 to 4,096
+GPUs, of the loss and of a training step (simulation.png).
 """
 
 from __future__ import annotations
@@ -31,13 +27,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from machinery import study_figures
-from machinery.family import FAMILY
 from page import place
 
 #: contender -> colour, marker; megabatch's stand out.
@@ -56,14 +50,12 @@ STYLES = {
     "cut-cross-entropy": ("#8c564b", "<"),
     "inf-cl": ("#e8a000", ">"),
     "siglip-kernel": ("#008080", "P"),
-    "general": ("#ff9896", "o"),
 }
 LINES = {"-compiled": "--", "-graph": ":", "-captured": "-."}
 TITLES = {"clip": "CLIP's loss", "siglip": "SigLIP's loss"}
 FIGURES = {
     "time": ("ms", 1.0, "forward + backward, ms"),
     "memory": ("extra_bytes", 2.0**30, "memory beyond inputs and gradients, GiB"),
-    "fraction": ("fraction", 1.0, "necessary work / (time x rate of an 8192³ product)"),
 }
 
 
@@ -89,7 +81,7 @@ def figure(records: list[dict[str, Any]], field: str, unit: float, label: str) -
                 lines[record["contender"]].append((record["b"], record[field] / unit))
         for name in sorted(lines, key=list(STYLES).index):
             entries.setdefault(name, draw(axes, name, sorted(lines[name])))
-        finish(axes, loss, field, sorted({b for points in lines.values() for b, _ in points}))
+        finish(axes, loss, sorted({b for points in lines.values() for b, _ in points}))
     panels[0].set_ylabel(label)
     # The legend is next to the panels, as inside it would cover points.
     made.legend(entries.values(), entries.keys(), loc="outside right center", fontsize=9)
@@ -117,7 +109,7 @@ def summary(records: list[dict[str, Any]]) -> plt.Figure:
             points = sorted((r["b"], r[key] / unit) for r in mine)
             draw(axes, name, points).set_label(label)
             sizes.update(b for b, _ in points)
-        finish(axes, "clip", field, sorted(sizes))
+        finish(axes, "clip", sorted(sizes))
         axes.set_xlabel("pairs")
     panels[0].set_title("forward and backward, ms")
     panels[1].set_title("memory besides inputs and gradients, GiB")
@@ -140,52 +132,15 @@ def draw(axes: Axes, name: str, points: list[tuple[int, float]]) -> Line2D:
     return line
 
 
-def finish(axes: Axes, loss: str, field: str, sizes: list[int]) -> None:
+def finish(axes: Axes, loss: str, sizes: list[int]) -> None:
     axes.set_title(TITLES[loss])
     axes.set_xscale("log", base=2)
     axes.set_xlabel("b")
     axes.set_xticks(sizes, [short(b) for b in sizes])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_yscale("log")
-    if field == "fraction":
-        axes.set_ylim(0.01, 1.05)
-        axes.set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.yaxis.set_minor_locator(NullLocator())
-    else:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(alpha=0.3)
-
-
-def family(records: list[dict[str, Any]], d: int) -> plt.Figure | None:
-    """Bars of the share of the matrix product, the largest size of each loss; None: no records."""
-    wanted = {"dtype": "bfloat16", "d": d, "scale": 14.3, "features": "pairs"}
-    kept = [
-        record
-        for record in records
-        if record["fraction"] is not None
-        and record["b"] % 64 == 0  # odd sizes are for another figure
-        and all(record[key] == value for key, value in wanted.items())
-    ]
-    largest: dict[str, int] = {}
-    for record in kept:
-        largest[record["loss"]] = max(record["b"], largest.get(record["loss"], 0))
-    shown = [record for record in kept if record["b"] == largest[record["loss"]]]
-    if not shown:
-        return None
-    shown.sort(key=lambda r: (list(largest).index(r["loss"]), r["ms"]))
-    made, axes = plt.subplots(figsize=(9, 0.42 * len(shown) + 1.4), layout="constrained")
-    for row, record in enumerate(shown):
-        axes.barh(row, record["fraction"], color=STYLES[record["contender"]][0])
-        label = f" {record['fraction']:.0%}, {record['ms']:,.1f} ms"
-        axes.text(record["fraction"], row, label, va="center", fontsize=9)
-    names = [f"{r['loss']}, {r['b']:,}: {r['contender']}" for r in shown]
-    axes.set_yticks(range(len(shown)), names, fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.15)
-    axes.xaxis.set_major_formatter(PercentFormatter(1))
-    axes.set_xlabel(FIGURES["fraction"][2])
-    return made
 
 
 def scaling(records: list[dict[str, Any]]) -> plt.Figure:
@@ -271,47 +226,6 @@ def simulation(records: list[dict[str, Any]]) -> plt.Figure:
     return made
 
 
-#: For paper_tables.py: (what was measured, contender, where the batch is) -> label, colour, line.
-PAPER = {
-    ("step", "megabatch", "host"): ("megabatch, batch on the host", "#d62728", "-"),
-    ("step", "megabatch", "device"): ("megabatch, batch on the GPU", "#ff9896", "-"),
-    ("step", "openclip", "device"): ("OpenCLIP's loop", "#7f7f7f", "-"),
-    ("loss", "megabatch", "device"): ("megabatch's loss alone", "#d62728", ":"),
-    ("loss", "openclip", "device"): ("OpenCLIP's loss alone", "#7f7f7f", ":"),
-}
-
-
-def paper(records: list[dict[str, Any]]) -> plt.Figure:
-    """A GPU's peak of memory over the batch size, a panel for each model and number of GPUs."""
-    found = [record for record in records if record["peak_bytes"]]
-    kinds = sorted({(record["model"], record["n_devices"]) for record in found})
-    size = (1 + 6 * max(1, len(kinds)), 5.2)
-    made, panels = plt.subplots(1, max(1, len(kinds)), figsize=size, layout="constrained")
-    for axes, (model, n) in zip(np.atleast_1d(panels), kinds, strict=False):
-        own = [r for r in found if (r["model"], r["n_devices"]) == (model, n)]
-        for key, (label, colour, line) in PAPER.items():
-            points = sorted(
-                (r["b"], r["peak_bytes"] / 2**30)
-                for r in own
-                if (r["measured"], r["contender"], r["inputs"]) == key
-            )
-            if points:
-                places = zip(*points, strict=True)
-                axes.plot(*places, color=colour, linestyle=line, marker="o", label=label)
-        sizes = sorted({r["b"] for r in own})
-        axes.set_title(f"{model}, {n} GPU{'s' if n > 1 else ''}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [short(b) for b in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("global batch")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axes.set_ylabel("peak memory of a GPU, GiB")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
-    return made
-
-
 def fraction_known(record: dict[str, Any]) -> bool:
     return record["n_devices"] == 1 or record["of_ideal"] is not None
 
@@ -340,15 +254,8 @@ def main() -> None:
         figures[""] = simulation(content["simulated"])
     elif study is not None:
         figures = {f"-{name}": made for name, made in study(content).items()}
-    elif any("measured" in record for record in everything):
-        figures[""] = paper(everything)
     elif any("of_ideal" in record for record in everything):
         figures[""] = scaling([r for r in everything if r["d"] == options.width])
-    elif any(record["loss"] in FAMILY for record in everything):
-        bars = family(everything, options.width)
-        if bars is None:
-            parser.error(f"{options.records}: no measured records of width {options.width}")
-        figures[""] = bars
     else:
         records = chosen(everything, options.width)
         if not records:
@@ -359,9 +266,7 @@ def main() -> None:
             figures["-summary"] = summary(records)
     for name, made in figures.items():
         on = "simulated, H200s" if "simulated" in content else place(content["machine"])
-        measured = any("measured" in record for record in everything)
-        width = "" if measured else f", d = {options.width}"
-        made.suptitle(f"{name[1:]}, {on}" if name and study else f"{on}, bf16{width}")
+        made.suptitle(f"{name[1:]}, {on}" if study else f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter
@@ -88,32 +88,33 @@ def same_accuracy(content: dict[str, Any]) -> dict[str, Figure]:
 
 
 def _curves(runs: list[dict[str, Any]]) -> Figure:
+    """Left the mean loss of all seeds and their range; right the distances, on a log scale."""
     made, (curves, distances) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    ways = list(dict.fromkeys((run["contender"], run["n_devices"]) for run in runs))
-    reference = {r["seed"]: r for r in runs if (r["contender"], r["n_devices"]) == ("dense", 1)}
-    for number, way in enumerate(ways):
-        own = [run for run in runs if (run["contender"], run["n_devices"]) == way]
-        colour = plt.get_cmap("tab10")(number)
-        label = f"{way[0]}, {way[1]} rank{'s' if way[1] > 1 else ''}"
-        steps = range(1, own[0]["steps"] + 1)
-        for run in own:
-            # Narrower and narrower, so that curves that coincide are all visible.
-            width = 5 - 4 * number / max(1, len(ways) - 1)
-            curves.plot(steps, run["losses"], color=colour, linewidth=width)
-        pairs = [(run, reference[run["seed"]]) for run in own if run["seed"] in reference]
-        if pairs and way != ("dense", 1):
-            furthest = [
-                max(abs(run["losses"][i] - other["losses"][i]) for run, other in pairs)
-                for i in range(own[0]["steps"])
-            ]
-            shown = [distance or math.nan for distance in furthest]  # 0 has no logarithm
-            distances.plot(steps, shown, ".-", color=colour, label=label)
-    curves.set_ylabel("loss, a line for each run")
+    ways: dict[tuple[str, int], dict[int, np.ndarray]] = defaultdict(dict)
+    for run in runs:
+        ways[run["contender"], run["n_devices"]][run["seed"]] = np.array(run["losses"])
+    reference = ways["dense", 1]
+    steps = np.arange(1, runs[0]["steps"] + 1)
+    for number, ((contender, ranks), losses) in enumerate(ways.items()):
+        seeds = np.stack(list(losses.values()))
+        label = f"{contender}, {ranks} rank{'s' if ranks > 1 else ''}"
+        style: dict[str, Any] = {"color": plt.get_cmap("tab10")(number), "label": label}
+        # Narrower and narrower, so that curves that coincide are all visible.
+        width = 6 - 5 * number / max(1, len(ways) - 1)
+        curves.plot(steps, seeds.mean(0), linewidth=width, **style)
+        apart = [abs(losses[seed] - reference[seed]) for seed in losses.keys() & reference.keys()]
+        if apart and losses is not reference:
+            furthest = np.max(apart, axis=0)
+            distances.plot(steps, np.where(furthest > 0, furthest, np.nan), ".-", **style)
+    seeds = np.stack(list(reference.values()))
+    low, high = seeds.min(0), seeds.max(0)
+    curves.fill_between(steps, low, high, color="0.85", zorder=0, label="dense, range of all seeds")
+    distances.plot(steps, high - low, color="0.5", label="dense, range of all seeds")
+    curves.set_ylabel(f"loss, mean of {len(seeds)} seeds")
     distances.set_ylabel("largest difference from dense on one rank, same seed")
     distances.set_yscale("log")
-    if distances.has_data():
-        distances.legend(fontsize=9)
     for axes in (curves, distances):
+        axes.legend(fontsize=9)
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
     return made

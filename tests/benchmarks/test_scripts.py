@@ -54,10 +54,10 @@ def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
     assert f"{len(status)} records" in shown
     run("plots.py", str(output), "--width", "96")
     pictures = {path.name for path in tmp_path.glob("*.png")}
-    assert pictures == {f"r-{name}.png" for name in ("time", "memory", "fraction")}
+    assert pictures == {f"r-{name}.png" for name in ("time", "memory")}
 
 
-def test_losses_are_measured_and_plotted(tmp_path: Path) -> None:
+def test_losses_are_measured(tmp_path: Path) -> None:
     output = tmp_path / "losses.json"
     words = "--smallest", "--device=cpu", "--only=2", "--only=4"
     shown = run("losses.py", *words, f"--output={output}")
@@ -66,8 +66,6 @@ def test_losses_are_measured_and_plotted(tmp_path: Path) -> None:
     wanted = ("nt-xent", "megabatch"), ("nt-xent", "general"), ("infonce-margin", "megabatch")
     assert found == dict.fromkeys(wanted, "ok")
     assert "3 records" in shown
-    run("plots.py", str(output), "--width", "96")
-    assert (tmp_path / "losses.png").exists()
 
 
 def test_blocks_of_several_sizes_are_measured(tmp_path: Path) -> None:
@@ -252,11 +250,6 @@ def test_the_papers_tables(tmp_path: Path) -> None:
         "('step', 'openclip', 'device', 'tiny-clip', 1, 64)",
         "('loss', 'openclip', 'device', 'tiny-clip', 1, 64)",
     ]
-    for record in found:
-        record["peak_bytes"] = record["peak_bytes"] or 2**30  # no allocator counts on the CPU
-    output.write_text(json.dumps({"machine": {"cpu": "a", "cores": 2}, "records": found}))
-    run("plots.py", str(output))
-    assert (tmp_path / "paper-tables.png").exists()
 
 
 def test_towers_alone(tmp_path: Path) -> None:
