@@ -47,7 +47,10 @@ FILES: dict[str, Any] = {
             one("absent", 1024, None, status="not installed"),
         ],
     },
-    "b": {"total": 3, "records": [{"seed": k, "kind": "r", "loss": 1.0 + k} for k in range(3)]},
+    "b": {
+        "total": 3,
+        "records": [{"seed": k, "kind": "r", "loss": 1.0 + k, "near": 9.0 + k} for k in range(3)],
+    },
 }
 
 
@@ -78,7 +81,9 @@ SEEDS = 'records = ["b"]\nrow = "{kind}"\ncolumns = {loss = "{loss:.1f}"}\n'
 
 
 def test_several_records_of_a_cell() -> None:
-    assert table(SEEDS + 'several = "mean"')[2] == ["r", "2.0 ± 1.0"]
+    near = SEEDS.replace("{loss:", "{near:")
+    assert table(near + 'several = "mean"')[2] == ["r", "10.0 ± 1.0"]
+    assert table(SEEDS + 'several = "mean"')[2] == ["r", "1.0, 2.0, 3.0"]  # scattered
     assert table(SEEDS + 'several = "first"')[2] == ["r", "1.0"]
     assert table(SEEDS + "unless = {seed = [0, 1]}")[2] == ["r", "3.0"]
     with pytest.raises(ValueError, match="3 records for r"):
