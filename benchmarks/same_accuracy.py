@@ -41,6 +41,7 @@ from machinery.options import setting
 from machinery.study_summary import mean_and_deviation
 from megabatch import files
 from megabatch.benchmarking.records import command_line, environment
+from megabatch.config.objective import Objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.pairs import PairDataset
@@ -48,7 +49,6 @@ from megabatch.data.sources import open_pairs
 from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.tasks import pairs_task, score
-from megabatch.losses.objective import Objective
 from megabatch.training.setup import prepare
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined

@@ -144,7 +144,7 @@ WRONG = {
     "train --model org/name --train-data glyphs": "hf download org/name .* --model hf:PATH",
     "train --model hf-hub:org/name --train-data glyphs": "download org/name .*local-dir:PATH",
     "train --model hf:/no/where/at/all --train-data glyphs": "no folder /no/where/at/all$",
-    "train --model mine:model --train-data glyphs": "there is no module mine",
+    "train --model mine:model --train-data glyphs": "No module named .mine.",
     f"train {NAMED} --pretrained openai": "get_pretrained_cfg.'ViT-B-32', 'openai'.*hf download",
     f"train {NAMED} --pretrained gone.pt": "there is no file gone.pt",
     f"train {NAMED} --pretrained-text-path gone.pt": "--pretrained-text-path: there is no file",

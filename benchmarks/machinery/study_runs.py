@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from machinery.study_data import MODELS, Pairs, StudyData
+from megabatch.config.objective import Objective, create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.data.order import Order, Part
 from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
-from megabatch.losses.objective import Objective, create_objective
 from megabatch.training.setup import build_towers
 from megabatch.training.trainer import Trainer, TrainingStopped
 

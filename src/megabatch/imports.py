@@ -7,7 +7,6 @@ import contextlib
 import functools
 import importlib.util
 import pkgutil
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,8 @@ DISTRIBUTIONS = {
     "open_clip": "open_clip_torch",
     "sklearn": "scikit-learn",
 }
+#: Modules of the extra `hf`, which commands need for some models only.
+HF = ("tokenizers", "transformers")
 
 
 class MissingLibrary(UsageError, ImportError):
@@ -47,19 +48,9 @@ def named_extras(extra: str = "train") -> Iterator[None]:
 
 
 def missing(module: str, extra: str = "train") -> str:
-    """One sentence: the missing library and the command that installs it.
-
-    The command names the running command's extra if that has the library or none has, else the
-    first extra that has it.
-    """
-    import importlib.metadata  # slow
-
+    """One sentence: the missing library and the command that installs it, by the extra given."""
+    extra = "hf" if module in HF else extra
     library = DISTRIBUTIONS.get(module, module)
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        listed = "\n".join(importlib.metadata.requires("megabatch") or ())
-        name = library.replace("_", "[-_]")
-        found = re.findall(rf"^{name}\b(?!-).*extra == .(\w+)", listed, re.MULTILINE)
-        extra = extra if extra in found or not found else found[0]
     return f"{library} is not installed, which this needs: pip install 'megabatch[{extra}]'"
 
 

@@ -115,17 +115,12 @@ def parametrizations_not_cached() -> Iterator[None]:
         module._cache_enabled, module._cache = before
 
 
-#: The attribute that `nn.Module.compile` sets, by which the module is then called.
+#: The attribute that `nn.Module.compile` sets; the module then runs it instead of `forward`.
 COMPILED_CALL = "_compiled_call_impl"
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called; its `COMPILED_CALL` then runs instead of `forward`."""
-    return getattr(module, COMPILED_CALL) is not None
-
-
 def mark_compiled_in_place(module: nn.Module) -> None:
-    """Make `is_compiled_in_place` true of a module whose `forward` alone is compiled."""
+    """Make `is_compiled` true of a module whose `forward` alone is compiled."""
     vars(module)[COMPILED_CALL] = module._call_impl
 
 
@@ -137,7 +132,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile translates a module as one: in place, or by a wrapper."""
-    return is_compiled_in_place(module) or uncompiled(module) is not module
+    return getattr(module, COMPILED_CALL) is not None or uncompiled(module) is not module
 
 
 def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
@@ -188,8 +183,3 @@ tree_leaves: Callable[[Any], list[Any]] = _function("torch.utils._pytree:tree_le
 #: Attention as GPUs compute it without a mask, and as H100s and H200s with one.
 flash_attention = _function("torch:ops.aten._scaled_dot_product_flash_attention")
 masked_attention = _function("torch:ops.aten._scaled_dot_product_cudnn_attention")
-
-
-def tensors_in(results: Any) -> list[Tensor]:
-    """The tensors among an operation's results."""
-    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

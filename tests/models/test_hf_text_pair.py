@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megabatch.config.objective import create_objective
 from megabatch.data import Batch, Pair, PairLoader
 from megabatch.errors import UsageError
 from megabatch.evaluation.run_folder import open_model
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
-from megabatch.losses.objective import create_objective
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.layers import layer_ids, lock, locked_towers
 from megabatch.training import TrainConfig

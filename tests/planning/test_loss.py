@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megabatch.config.objective import create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.losses import DistillClipLoss
-from megabatch.losses.objective import create_objective
 from megabatch.planning.machine import Machine, other_machine
 from megabatch.planning.memory import loss_bytes, planned_bytes
 from megabatch.planning.seconds import loss_seconds

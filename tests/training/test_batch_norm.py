@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megabatch.losses.objective import create_objective
+from megabatch.config.objective import create_objective
 from megabatch.models import create
 from megabatch.models.layers import lock, set_modes
 from megabatch.training import TrainConfig

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from megabatch import ClipLoss
+from megabatch.config.objective import create_objective
 from megabatch.data import Batch
-from megabatch.losses.objective import create_objective
 from megabatch.models import ModelOptions, create
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.layers import Tower, lock, locked_towers, set_modes

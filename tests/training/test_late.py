@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from megabatch.cli import main
+from megabatch.config.objective import create_objective
 from megabatch.config.problems import problems
 from megabatch.data import Batch
-from megabatch.losses.objective import create_objective
 from megabatch.models import create
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.encoders import CachedStep

@@ -17,7 +17,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from megabatch.losses.objective import create_objective
+from megabatch.config.objective import create_objective
 from megabatch.training import TrainConfig
 from megabatch.training import log as log_module
 from megabatch.training.log import (

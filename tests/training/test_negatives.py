@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch.config.objective import create_objective
 from megabatch.data import Batch, PairLoader, open_pairs
 from megabatch.errors import UsageError
-from megabatch.losses.objective import create_objective
 from megabatch.models import ModelOptions, create
 from megabatch.models.layers import lock, set_modes
 from megabatch.planning import make_plan, this_machine

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.errors import UsageError
-from megabatch.losses.objective import create_objective
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
 from megabatch.models.layers import locked_towers

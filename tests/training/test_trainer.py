@@ -16,8 +16,8 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megabatch import ClipLoss
+from megabatch.config.objective import Objective
 from megabatch.data import Batch
-from megabatch.losses.objective import Objective
 from megabatch.models import create
 from megabatch.models.blocks import CompiledBlocks
 from megabatch.training import TrainConfig

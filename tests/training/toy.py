@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch.config.objective import create_objective
 from megabatch.data import Batch
-from megabatch.losses.objective import create_objective
 from megabatch.models import layers as models
 from megabatch.models.padding import Lengths
 from megabatch.training import TrainConfig, trainer

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megabatch import files
+from megabatch.config.references import named, refuse_references
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError, did_you_mean
 from megabatch.hints import settings_of
-from megabatch.references import named, refuse_references
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from megabatch.config.references import absent
 from megabatch.errors import UsageError, plural
 from megabatch.hints import Interval
 from megabatch.options import Positional, parse_one_of
-from megabatch.references import absent
 
 if TYPE_CHECKING:
     from PIL import Image

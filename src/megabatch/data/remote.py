@@ -23,9 +23,9 @@ import fsspec
 from webdataset.gopen import gopen_pipe
 from webdataset.shardlists import expand_urls
 
+from megabatch.config.references import COMMAND, is_url
 from megabatch.errors import UsageError, one_line
 from megabatch.files import default_cache_dir, replacing
-from megabatch.references import COMMAND, is_url
 
 #: What stores tell of a file that changes with its content, each under a name of its own.
 _STATE = {"contentmd5", "created", "digest", "etag", "lastmodified", "md5hash", "mtime", "size"}

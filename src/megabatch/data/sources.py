@@ -9,13 +9,13 @@ from typing import Any
 
 from webdataset.shardlists import expand_urls
 
+from megabatch.config.references import COMMAND, is_url
 from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
 from megabatch.errors import UsageError, plural
 from megabatch.imports import named_extras
-from megabatch.references import COMMAND, is_url
 
 ALL_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".jsonl.gz", ".arrow")
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from megabatch import files
+from megabatch.config.references import refuse_references
 from megabatch.data.glyphs import GlyphSet, load_glyphs
 from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError, naming, plural
@@ -40,7 +41,6 @@ from megabatch.hints import option
 from megabatch.imports import named_extras
 from megabatch.models import glyph
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
-from megabatch.references import refuse_references
 from megabatch.similarity.distributed.comm import rank_and_size
 
 # Settings that ranks need not share: of the process, and paths, since each machine may have its own

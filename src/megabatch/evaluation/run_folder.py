@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megabatch import files
+from megabatch.config.references import refuse_references
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
 from megabatch.hints import is_reference
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.pooling import Pooling, saved_pooling
-from megabatch.references import refuse_references
 
 
 @dataclass(frozen=True)

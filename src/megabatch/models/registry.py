@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch import references
+from megabatch.config import references
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
 from megabatch.models import (

@@ -22,7 +22,7 @@ from megabatch.torch_internals import (
     TorchDispatchMode,
     fake_tensor_mode,
     storage_key,
-    tensors_in,
+    tree_leaves,
 )
 
 #: CUDA's allocator rounds sizes up to multiples of this.
@@ -175,3 +175,8 @@ def fake_copies(module: torch.nn.Module, device: torch.device) -> dict[str, Tens
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
             copies[tensor] = copy.requires_grad_(tensor.requires_grad)
     return {name: copies[tensor] for name, tensor in named}
+
+
+def tensors_in(results: Any) -> list[Tensor]:
+    """The tensors among an operation's results or arguments."""
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megabatch.config.objective import create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
-from megabatch.losses.objective import create_objective
 from megabatch.planning.counter import counted
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import ops, settings

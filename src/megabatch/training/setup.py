@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megabatch.config.file import to_dict
+from megabatch.config.objective import check_custom, create_objective
 from megabatch.config.problems import Conflict, problems, unnamed, wrong_types
 from megabatch.config.resolve import (
     Given,
@@ -26,7 +27,6 @@ from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
-from megabatch.losses.objective import check_custom, create_objective
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.images import TorchResize

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from megabatch.config.objective import Objective, create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
-from megabatch.losses.objective import Objective, create_objective
 from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
 from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths

@@ -19,7 +19,7 @@ from machinery.study_runs import (
     train_and_evaluate,
     warmup,
 )
-from megabatch.losses.objective import create_objective
+from megabatch.config.objective import create_objective
 from megabatch.training import TrainConfig
 from tests.benchmarks.study_files import write_wordnet
 

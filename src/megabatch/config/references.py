@@ -87,23 +87,16 @@ def load(reference: str, setting: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-        if lacking and f"{module_name}.".startswith(f"{lacking}."):
-            raise UsageError(
-                f"{label}: there is no module {lacking}, neither installed nor in the working "
-                f"directory {folder}"
-            ) from error
-        raise failure(f"{label}: importing {module_name}", error) from error
-    if not hasattr(module, name):
-        public = [known for known in vars(module) if not known.startswith("_")]
+        place = f"{label}: importing {module_name}, installed or in {folder}"
+        raise failure(place, error) from error
+    found = getattr(module, name, None)
+    if not callable(found):
         place = getattr(module, "__file__", None) or "a namespace package"
         raise UsageError(
-            f"{label}: the module {module_name} ({place}) has no {name}"
-            + did_you_mean(name, public)
+            f"{label}: expected {name} to be a class or a function of {place}, got "
+            + ("no such name" if found is None else describe(found))
+            + did_you_mean(name, set(vars(module)) - {name})
         )
-    found = getattr(module, name)
-    if not callable(found):
-        raise UsageError(f"{label}: expected a class or a function, got {describe(found)}")
     return found
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch.losses
-from megabatch import references
+from megabatch.config import references
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch as mb
+from megabatch.config.objective import Objective, check_custom, create_objective
 from megabatch.errors import UsageError
-from megabatch.losses.objective import Objective, check_custom, create_objective
 from megabatch.losses.registry import TRAINABLE, describe_duplicates, describe_losses
 from megabatch.models import ModelOptions
 from megabatch.planning.seconds import loss_seconds
