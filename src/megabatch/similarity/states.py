@@ -16,7 +16,7 @@ logits]`, or the first two. `soft_targets` says what the numbers of its states a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -49,14 +49,14 @@ def empty(numbers: int, size: int, like: Tensor) -> Tensor:
     return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
 
 
-def merge(states: Tensor) -> Tensor:
-    """Several states (k, ...) of the same rows as one."""
+def merge(states: Tensor, exp: Callable[[Tensor], Tensor] = Tensor.exp_) -> Tensor:
+    """Several states (k, ...) of the same rows as one; `exp`: of the base of its references."""
     end = _sums_end(states[0])
     out = states.new_empty(states.shape[1:])
     references, sums = states[:, 0:end:2], states[:, 1:end:2]
     top = torch.amax(references, 0)
     # A state without any pair has -inf; -inf - -inf would be NaN.
-    weights = (references - top.clamp(min=torch.finfo(top.dtype).min)).exp_()
+    weights = exp(references - top.clamp(min=torch.finfo(top.dtype).min))
     out[0:end:2] = top
     torch.sum(weights.mul_(sums), 0, out=out[1:end:2])
     if end == 4:

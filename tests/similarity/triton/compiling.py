@@ -60,7 +60,6 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "count": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16}),
     "count, ids": (ranking.ranks, "fp16", 8, TILE | {"GROUP": 16}),
     "scores": (ranking.scores, "bf16", 8, PLAIN | {"GROUP": 16}),
-    "merge": (softmax.merge_states, "bf16", 4, TILE | {"TO_LOGSUMEXP": False, "ROWS": 256}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),
