@@ -132,10 +132,10 @@ def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -
             "layers": 1,
         },
     }
-    (tmp_path / "tiny-for-evaluation.json").write_text(json.dumps(tiny))
-    open_clip.add_model_config(tmp_path / "tiny-for-evaluation.json")
-    (run / "config.toml").write_text('model = "tiny-for-evaluation"\ntrain_data = "x.csv"\n')
-    save_file(create("tiny-for-evaluation").module.state_dict(), run / "model.safetensors")
+    (tmp_path / "megabatch-test-evaluation.json").write_text(json.dumps(tiny))
+    open_clip.add_model_config(tmp_path / "megabatch-test-evaluation.json")
+    (run / "config.toml").write_text('model = "megabatch-test-evaluation"\ntrain_data = "x.csv"\n')
+    save_file(create("megabatch-test-evaluation").module.state_dict(), run / "model.safetensors")
     evaluation = evaluate_run(run, val_data=str(csv))
     assert evaluation["retrieval"]["pairs"]["images"] == 10
     assert evaluation["zero_shot"] == {}
