@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import runpy
+import sys
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
 from megabatch.cli import main
-from tests import programs
 from tests.docs.pages import ROOT, blocks
 from tests.docs.test_shell import commands
 
@@ -68,25 +71,35 @@ def shown(page: str) -> list[list[str]]:
     return [words for code in blocks(page, "bash") for words in commands(code)]
 
 
+def run(script: str, options: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script in this process, which has imported the libraries already."""
+    monkeypatch.setattr(sys, "argv", [script, *options.split()])
+    monkeypatch.syspath_prepend(str((EXAMPLES / script).parent))
+    with mock.patch.dict(os.environ):  # lightning's seed
+        runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
 def found(pattern: str, text: str) -> float:
     (value,) = re.findall(pattern, text, re.M)
     return float(value)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_script_beats_chance(script: str) -> None:
+def test_a_script_beats_chance(
+    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = SCRIPTS[script]
     if small.needs:
         pytest.importorskip(small.needs)
-    ended = programs.run([str(EXAMPLES / script), *small.options.split()])
-    assert ended.returncode == 0, ended.stderr
-    learnt = found(small.figure, ended.stdout)
+    run(script, small.options, monkeypatch)
+    printed = capsys.readouterr().out
+    learnt = found(small.figure, printed)
     if small.is_loss:
-        assert learnt < math.log(1 / small.chance) - 0.1, ended.stdout
+        assert learnt < math.log(1 / small.chance) - 0.1, printed
     else:
-        assert learnt > 2 * small.chance, ended.stdout
+        assert learnt > 2 * small.chance, printed
     if small.before:
-        assert learnt > found(small.before, ended.stdout), ended.stdout
+        assert learnt > found(small.before, printed), printed
 
 
 @pytest.mark.parametrize(
@@ -101,16 +114,21 @@ def test_a_script_beats_chance(script: str) -> None:
     ],
 )
 def test_a_size_that_a_script_cannot_use_is_refused(
-    script: str, options: str, message: str
+    script: str,
+    options: str,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if script.startswith("retriever"):
         pytest.importorskip("transformers")
-    ended = programs.run([str(EXAMPLES / script), *options.split()])
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.splitlines()[-1].endswith(f"error: {message}")
+    with pytest.raises(SystemExit, match="2"):
+        run(script, options, monkeypatch)
+    printed, told = capsys.readouterr()
+    assert printed == ""
+    assert told.splitlines()[-1].endswith(f"error: {message}")
 
 
-@pytest.mark.concurrency
 @pytest.mark.parametrize("folder", RUNS)
 def test_a_run_on_data_that_a_script_writes_beats_chance(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,10 +143,8 @@ def test_a_run_on_data_that_a_script_writes_beats_chance(
     config = (ROOT / train[train.index("--config") + 1]).read_text()
     data = re.search(r'^train_data = "(runs/[\w-]+)/', config, re.M)
     assert data is not None
-    ended = programs.run(
-        [str(ROOT / python[1]), "--output", str(tmp_path / data[1]), *of_data.split()]
-    )
-    assert ended.returncode == 0, ended.stderr
+    script = python[1].removeprefix("examples/")
+    run(script, f"--output {tmp_path / data[1]} {of_data}", monkeypatch)
     words = [str(ROOT / word) if word.endswith(".toml") else word for word in train[1:]]
     assert main([*words, *of_run.split()]) == 0
     output = re.search(r'^output = "(.*)"', config, re.M)

@@ -64,7 +64,6 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),
     "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
-    "targets, float32": (soft_targets.forward_tiles, "fp32", 8, TARGETS | {"BK": 32}),
     "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),
     "targets, combine": (soft_targets.combine_partials, "bf16", 4, TARGETS),
     "targets, ds": (soft_targets.backward_tiles, "bf16", 8, TARGETS),
