@@ -174,7 +174,6 @@ WRONG = {
     "data inspekt": "did you mean inspect?",
     "models ViT": "'ViT': not expected",
     "bench los": "did you mean loss?",
-    "tune --dtype float8": "did you mean float32?",
 }
 HASTE = """
 import contextlib, io, json, sys
@@ -229,7 +228,7 @@ def test_python_m_megabatch_is_the_same_program() -> None:
 
 COMMANDS = [
     *("train --help-all", "plan --help-all", "train --help", "plan --help", "eval --help"),
-    *("export --help", "models --help", "tune --help", "bench loss --help", "data glyphs --help"),
+    *("export --help", "models --help", "bench loss --help", "data glyphs --help"),
     *("data inspect --help", "data --help", "bench --help"),
 ]
 WIDTHS = (80, 100, 120)

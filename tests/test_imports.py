@@ -44,7 +44,7 @@ CASES = [(asked, library) for asked, names in NEEDS.items() for library in names
 
 UNNEEDED = "jinja2 matplotlib open_clip sklearn timm tokenizers torchvision transformers"
 ALL = " ".join(sorted({*" ".join([*NEEDS.values(), UNNEEDED, "simplejpeg tomli"]).split()}))
-HELPFUL = ("train", "plan", "eval", "export", "data glyphs", "tune")
+HELPFUL = ("train", "plan", "eval", "export", "data glyphs")
 HELP = [f"{command} --help" for command in HELPFUL]
 WITHOUT = [(TRAIN, UNNEEDED), *((asked, ALL) for asked in [*HELP, "bench loss --help"])]
 

@@ -24,7 +24,6 @@ COMMANDS = {
     "models": ("megabatch.models.command", "list the models that can be trained"),
     "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
     "bench": ("megabatch.benchmarking.bench", "compare megabatch with its peers"),
-    "tune": ("megabatch.benchmarking.tune_command", "tune the fused kernels for this GPU"),
 }
 
 USAGE = "usage: megabatch COMMAND [OPTIONS]   (megabatch COMMAND --help lists the options)\n\n" + (
@@ -57,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         hint = did_you_mean(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
         return _complain(f"unknown command {command!r}{hint}")
     try:
-        with named_extras("bench" if command in ("bench", "tune") else "train"):
+        with named_extras("bench" if command == "bench" else "train"):
             return int(importlib.import_module(COMMANDS[command][0]).main(options))
     except UsageError as error:
         return _complain(str(error), command, getattr(error, "exit_code", 2))

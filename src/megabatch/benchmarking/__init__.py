@@ -1,4 +1,4 @@
-"""`megabatch bench` and `megabatch tune`: losses side by side, and the kernels' fastest launches.
+"""`megabatch bench`: losses side by side.
 
 Adding a peer is an entry in `contenders`; nothing else knows them by name.
 """

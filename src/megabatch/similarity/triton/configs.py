@@ -1,28 +1,19 @@
-"""Launch configurations of the kernels, by GPU, dtype and width of the features.
+"""Launch configurations of the kernels, by generation of GPUs, rows and width of the features.
 
-In this order: the configuration that `megabatch tune` found on this machine and wrote to the tuning
-cache, a JSON file; the one measured on such a GPU, which is written here; one that runs everywhere.
-No call tunes anything.
+No call tunes anything; `benchmarks/tune.py` searches for faster ones on a GPU.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 
-from megabatch.files import default_cache_dir, replacing
 from megabatch.similarity.backends import capability
 
-FORMAT = 1
 #: With fewer rows, programs must take fewer tiles each, so that all multiprocessors get some.
 FEW_ROWS = 8192
 
@@ -37,36 +28,6 @@ class Config:
     bk: int = 64  #: features per step of a tile's product
     warps: int = 4
     stages: int = 3
-
-
-#: Allowed values of each field of a `Config`.
-VALUES: dict[str, tuple[int, ...]] = {
-    "rows": (1, 2, 4, 8, 16),
-    "group": (1, 2, 4, 8, 16, 32, 64),
-    "split": (1, 2),
-    "bk": (16, 32, 64, 128),
-    "warps": (4, 8),
-    "stages": (1, 2, 3, 4, 5),
-}
-
-
-@dataclass(frozen=True)
-class Key:
-    """The case that a tuned configuration is for."""
-
-    kernel: str  #: as in `PACKAGED`
-    gpu: str
-    triton: str  #: version: another one compiles another kernel
-    dtype: str
-    width: int  #: of the features
-    few: bool  #: fewer than `FEW_ROWS` rows
-
-    @classmethod
-    def of(cls, kernel: str, x: torch.Tensor) -> Key:
-        """For features like x (m, d) on a GPU."""
-        gpu = _gpu_name(x.device.index or 0)
-        dtype = str(x.dtype).removeprefix("torch.")
-        return cls(kernel, gpu, _triton_version(), dtype, x.shape[1], len(x) < FEW_ROWS)
 
 
 #: (kernel, generation of GPUs, whether rows are many, least width) of packaged configurations; 0:
@@ -90,15 +51,9 @@ PACKAGED = (
 
 
 def launch_config(kernel: str, x: torch.Tensor) -> Config:
-    """Configuration of a kernel, as `Key` names it, for features like x (m, d)."""
+    """Configuration of a kernel, as `PACKAGED` names it, for features like x (m, d)."""
     if kernel in _overrides:
         return _overrides[kernel]
-    table = _table() if x.is_cuda else {}
-    return (table.get(Key.of(kernel, x)) if table else None) or packaged(kernel, x)
-
-
-def packaged(kernel: str, x: torch.Tensor) -> Config:
-    """`launch_config` without the tuning cache."""
     generation = capability(x.device)[0] if x.is_cuda else 0
     return _packaged(kernel, generation, x.shape[0] >= FEW_ROWS, x.shape[1], x.element_size())
 
@@ -130,62 +85,3 @@ def override(configs: Mapping[str, Config]) -> Iterator[None]:
     finally:
         _overrides.clear()
         _overrides.update(before)
-
-
-def path() -> Path:
-    """Path of the tuning cache."""
-    return default_cache_dir() / "kernels.json"
-
-
-@functools.cache
-def _table() -> dict[Key, Config]:
-    return read(path())  # once in a process
-
-
-def read(file: Path) -> dict[Key, Config]:
-    """The entries of a file; none if it is missing or cannot be read."""
-    try:
-        content = json.loads(file.read_text())
-        if content["format"] != FORMAT:
-            raise ValueError(f"format: expected {FORMAT}, got {content['format']}")
-        return dict(_entry(entry) for entry in content["kernels"])
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"{file}: tuned kernels are not used: {reason}", stacklevel=2)
-        return {}
-
-
-def write(file: Path, found: Mapping[Key, Config]) -> None:
-    """Add entries to a file, atomically.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    table = {**read(file), **found}
-    entries = [{**asdict(key), "config": asdict(config)} for key, config in table.items()]
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(file, file.with_name(f"{file.name}.{os.getpid()}.partial")) as partial:
-        partial.write_text(json.dumps({"format": FORMAT, "kernels": entries}, indent=1))
-    _table.cache_clear()
-
-
-def _entry(entry: dict[str, Any]) -> tuple[Key, Config]:
-    config = Config(**entry.pop("config"))
-    for name, allowed in VALUES.items():
-        if (value := getattr(config, name)) not in allowed:
-            raise ValueError(f"{name}: expected one of {allowed}, got {value!r}")
-    return Key(**entry), config
-
-
-@functools.cache
-def _gpu_name(index: int) -> str:
-    return torch.cuda.get_device_name(index)
-
-
-@functools.cache
-def _triton_version() -> str:
-    import triton  # here: this module is imported without Triton, too
-
-    return str(triton.__version__)
