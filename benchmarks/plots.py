@@ -3,8 +3,6 @@
     python benchmarks/plots.py benchmarks/results/single-gpu.json
     python benchmarks/plots.py benchmarks/results/losses.json
     python benchmarks/plots.py benchmarks/results/scaling.json
-    python benchmarks/plots.py benchmarks/results/simulation.json
-    python benchmarks/plots.py benchmarks/results/paper-tables.json
     python benchmarks/plots.py benchmarks/results/batch-study.json
     python benchmarks/plots.py benchmarks/results/same-accuracy.json
 
@@ -14,9 +12,7 @@ All others are for bf16, scale 14.3, forward and backward, at one width. For one
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
 the records' folder), and for the README time and memory of a few (single-gpu-summary.png). For
 other losses: the share of each at its largest size (losses.png). For several GPUs: fraction of
-ideal and memory per GPU over their number (scaling.png). Simulated: the fraction of ideal of each
-schedule on 8 to 4,096 GPUs, of the loss and of a training step (simulation.png). The paper's
-tables: a GPU's memory over the batch size (paper-tables.png).
+ideal and memory per GPU over their number (scaling.png).
 """
 
 from __future__ import annotations
@@ -31,7 +27,6 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
@@ -227,91 +222,6 @@ def scaling(records: list[dict[str, Any]]) -> plt.Figure:
     return made
 
 
-#: Kind of schedule -> colour, marker.
-SCHEDULES = {"ring": ("#7f7f7f", "D"), "gather": ("#1f77b4", "s"), "grid": ("#d62728", "o")}
-
-
-def simulation(records: list[dict[str, Any]]) -> plt.Figure:
-    """The efficiency of the loss by schedule, of the best one, and of a training step."""
-    made, (kinds, best, steps) = plt.subplots(
-        1, 3, figsize=(17, 5.2), sharey=True, layout="constrained"
-    )
-    usual = [record for record in records if not record["cluster"]]
-    gpus = sorted({record["gpus"] for record in usual})
-    middle = gpus[-3] if len(gpus) > 2 else gpus[-1]
-    for kind, (colour, marker) in SCHEDULES.items():
-        points = [r for r in usual if (r["kind"], r["gpus"]) == (kind, middle)]
-        points.sort(key=lambda r: r["rows"])
-        places = [r["rows"] for r in points], [r["efficiency"] for r in points]
-        kinds.plot(*places, color=colour, marker=marker, label=kind)
-    kinds.set_title(f"the loss on {middle:,} GPUs, by schedule")
-    kinds.set_xlabel("rows of a GPU")
-    sizes = sorted({r["rows"] for r in usual})
-    for rows in sizes[1::2]:
-        colour = plt.get_cmap("viridis")(sizes.index(rows) / len(sizes))
-        for axes, field in ((best, "efficiency"), (steps, "step_efficiency")):
-            line = [
-                max(r[field] for r in usual if (r["rows"], r["gpus"]) == (rows, n)) for n in gpus
-            ]
-            axes.plot(gpus, line, color=colour, marker="o", label=f"{short(rows)} rows")
-    best.set_title("the loss, best schedule")
-    steps.set_title("a training step of ViT-B/32, best schedule")
-    for axes, ticks in ((kinds, sizes), (best, gpus), (steps, gpus)):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [short(tick) for tick in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_ylim(0, 1.02)
-        axes.grid(alpha=0.3)
-        axes.axhline(1, color="0.6", linewidth=1)
-        if axes is not kinds:
-            axes.set_xlabel("GPUs, in nodes of 8")
-        axes.legend(fontsize=9)
-    kinds.set_ylabel("time of the computation alone at mean speed / time")
-    return made
-
-
-#: For paper_tables.py: (what was measured, contender, where the batch is) -> label, colour, line.
-PAPER = {
-    ("step", "megabatch", "host"): ("megabatch, batch on the host", "#d62728", "-"),
-    ("step", "megabatch", "device"): ("megabatch, batch on the GPU", "#ff9896", "-"),
-    ("step", "openclip", "device"): ("OpenCLIP's loop", "#7f7f7f", "-"),
-    ("loss", "megabatch", "device"): ("megabatch's loss alone", "#d62728", ":"),
-    ("loss", "openclip", "device"): ("OpenCLIP's loss alone", "#7f7f7f", ":"),
-}
-
-
-def paper(records: list[dict[str, Any]]) -> plt.Figure:
-    """A GPU's peak of memory over the batch size, a panel for each model and number of GPUs."""
-    found = [record for record in records if record["peak_bytes"]]
-    kinds = sorted({(record["model"], record["n_devices"]) for record in found})
-    size = (1 + 6 * max(1, len(kinds)), 5.2)
-    made, panels = plt.subplots(1, max(1, len(kinds)), figsize=size, layout="constrained")
-    for axes, (model, n) in zip(np.atleast_1d(panels), kinds, strict=False):
-        own = [r for r in found if (r["model"], r["n_devices"]) == (model, n)]
-        for key, (label, colour, line) in PAPER.items():
-            points = sorted(
-                (r["b"], r["peak_bytes"] / 2**30)
-                for r in own
-                if (r["measured"], r["contender"], r["inputs"]) == key
-            )
-            if points:
-                places = zip(*points, strict=True)
-                axes.plot(*places, color=colour, linestyle=line, marker="o", label=label)
-        sizes = sorted({r["b"] for r in own})
-        axes.set_title(f"{model}, {n} GPU{'s' if n > 1 else ''}")
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [short(b) for b in sizes])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("global batch")
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-        axes.set_ylabel("peak memory of a GPU, GiB")
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=9)
-    return made
-
-
 def fraction_known(record: dict[str, Any]) -> bool:
     return record["n_devices"] == 1 or record["of_ideal"] is not None
 
@@ -336,12 +246,8 @@ def main() -> None:
     figures: dict[str, plt.Figure] = {}
     studies = {"series": study_figures.batch_study, "comparison": study_figures.same_accuracy}
     study = next((draw for field, draw in studies.items() if field in content), None)
-    if "simulated" in content:
-        figures[""] = simulation(content["simulated"])
-    elif study is not None:
+    if study is not None:
         figures = {f"-{name}": made for name, made in study(content).items()}
-    elif any("measured" in record for record in everything):
-        figures[""] = paper(everything)
     elif any("of_ideal" in record for record in everything):
         figures[""] = scaling([r for r in everything if r["d"] == options.width])
     elif any(record["loss"] in FAMILY for record in everything):
@@ -358,10 +264,8 @@ def main() -> None:
         if {"megabatch", "openclip"} <= {r["contender"] for r in records if r["loss"] == "clip"}:
             figures["-summary"] = summary(records)
     for name, made in figures.items():
-        on = "simulated, H200s" if "simulated" in content else place(content["machine"])
-        measured = any("measured" in record for record in everything)
-        width = "" if measured else f", d = {options.width}"
-        made.suptitle(f"{name[1:]}, {on}" if name and study else f"{on}, bf16{width}")
+        on = place(content["machine"])
+        made.suptitle(f"{name[1:]}, {on}" if study else f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from machinery import exact, truth
+from machinery import exact
 from machinery.contenders import (
     LOSSES,
     Contender,
@@ -320,64 +320,6 @@ LOGSUMEXP = Loss(
     work=8,
 )
 
-# --- CLIP's loss in blocks of several sizes, and in two sweeps ------------------------------------
-
-
-def _in_workspace(mebibytes: int) -> Callable[[], LossFunction]:
-    """ClipLoss with a workspace of this size: blocks of the matrix in half precision fill it."""
-
-    def load() -> LossFunction:
-        from megabatch import ClipLoss
-        from megabatch.similarity import set_workspace
-
-        loss = ClipLoss()
-
-        def bounded(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-            before = set_workspace(mebibytes << 20)
-            try:
-                value = loss(x, y, scale)  # whose backward pass has the same workspace
-            finally:
-                set_workspace(before)
-            assert isinstance(value, Tensor)
-            return value
-
-        return bounded
-
-    return load
-
-
-def _dense_clip() -> LossFunction:
-    from megabatch.similarity.dense import clip_loss
-
-    return clip_loss
-
-
-def _two_sweeps(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Each direction by a loss of its own."""
-    from megabatch import InfoNCELoss
-
-    loss = InfoNCELoss(1.0)
-    made: Tensor = (loss(x, y, temperature=1 / scale) + loss(y, x, temperature=1 / scale)) / 2
-    return made
-
-
-#: MiB: blocks of 2,048, 4,096, 8,192, 16,384 (the default on GPUs) and 32,768 rows.
-WORKSPACES = (8, 32, 128, 512, 2048)
-
-TILING = Loss(
-    "clip-tiling",
-    by_name(
-        *(
-            Contender(f"workspace {size} MiB", "blocks fill it", _in_workspace(size))
-            for size in WORKSPACES
-        ),
-        Contender("two sweeps", "a loss for each direction", lambda: _two_sweeps),
-        Contender("dense-compiled", "one block", compiled(_dense_clip), cuda=True),
-    ),
-    truth.clip,
-    work=8,
-)
-
 # Cases find losses by name.
 LOSSES.update(FAMILY)
-LOSSES.update({loss.name: loss for loss in (SIGLIP, LOGSUMEXP, TILING)})
+LOSSES.update({loss.name: loss for loss in (SIGLIP, LOGSUMEXP)})

@@ -31,13 +31,6 @@ def test_a_deviation_ends_with_1(monkeypatch, capsys):
     assert "1 beyond 7% of memory or 12% of time" in capsys.readouterr().out
 
 
-def test_all_committed_steps_on_gpus_are_read():
-    names = {name: [*plan_check.measured(RESULTS / name)] for name in plan_check.FILES[1:3]}
-    assert [len(found) for found in names.values()] == [3, 2]
-    assert {one.config.torchcompile for one in names["icons-rates.json"]} == {True, False}
-    assert all(one.calibrates for one in names["icons-rates.json"])
-
-
 def test_a_step_without_a_whole_time_is_judged_by_its_memory():
     record = {"model": plan_check.ICONS, "b": 256, "n_devices": 1, "micro_batch_size": 64}
     record |= {"device": "NVIDIA H200", "peak_bytes": 1 << 30}

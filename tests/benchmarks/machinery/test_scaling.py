@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 
@@ -127,34 +126,6 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     assert "of ideal" in shown
     run("plots.py", str(output), "--width=16")
     assert (tmp_path / "s.png").exists()
-
-
-@pytest.mark.concurrency
-def test_contenders_take_turns(tmp_path: Path) -> None:
-    output = tmp_path / "t.json"
-    names = ["alone", *(f"megabatch{w}" for w in ("", "-no-transfers", "-1-columns", "-2-columns"))]
-    names += ["unequal", "nt-xent", "nt-xent-2-columns"]
-    words = ["--smallest", "--turns=2", "--contenders", *names, f"--output={output}"]
-    shown = run("turns.py", *words)
-    made = {r["contender"]: r for r in json.loads(output.read_text())["records"]}
-    assert list(made) == names
-    alone, ours = made["alone"], made["megabatch"]
-    assert (alone["n_devices"], alone["of_ideal"], ours["n_devices"]) == (1, None, 2)
-    assert ours["of_ideal"] == pytest.approx(alone["ms"] / 2 / ours["ms"])
-    assert all(len(r["turns_ms"]) == 2 and r["ms"] == r["turns_ms"][1] for r in made.values())
-    assert len(shown.splitlines()) == len(names)
-
-
-def test_turns_names_what_it_cannot_take() -> None:
-    for words, message in (
-        ("--contenders=mine", "--contenders: expected some of alone, disco-clip, .*, got mine"),
-        ("--batch-sizes=7", "--batch-sizes: expected multiples of 2, got 7"),
-        ("--gpus=3", "--gpus: expected 1 to 2, got 3"),
-        ("--turns=0", "--turns, --seconds: expected positive numbers"),
-    ):
-        ended = programs.run([str(SCRIPTS / "turns.py"), "--smallest", words])
-        assert ended.returncode == 2
-        assert re.search(message, ended.stderr)
 
 
 FAILING = f"""
