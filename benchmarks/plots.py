@@ -6,9 +6,8 @@
     python benchmarks/plots.py benchmarks/results/batch-study.json
     python benchmarks/plots.py benchmarks/results/same-accuracy.json
 
-Those of batch_study.py and same_accuracy.py are described in machinery/study_figures.py.
-
-All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
+Those of batch_study.py and same_accuracy.py have a figure for each data set (and precision). All
+others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time, extra
 memory and share of the matrix product over b (single-gpu-time.png, -memory.png, -fraction.png, in
 the records' folder), and for the README time and memory of a few (single-gpu-summary.png). For
 other losses: the share of each at its largest size (losses.png). For several GPUs: fraction of
@@ -19,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from machinery import study_figures
 from machinery.family import FAMILY
+from machinery.study import ARMS, TUNING_SEED, Series
 from page import place
 
 #: contender -> colour, marker; megabatch's stand out.
@@ -233,6 +234,119 @@ def short(b: int) -> str:
     return f"{b // 1024}k" if b < 2**20 else f"{b // 2**20}M"
 
 
+# --- studies --------------------------------------------------------------------------------------
+
+ARM_TITLES = {
+    "negatives": "negatives alone: same batches, same steps",
+    "long": "negatives alone: batches of 4,096, more steps",
+    "samples": "batch at equal samples, rate tuned",
+    "steps": "batch at equal steps, rate tuned",
+}
+TESTS = {"in_domain": "in-domain test", "unseen": "unseen family"}
+#: Loss -> colour, marker.
+LOSSES = {"clip": ("#d62728", "o"), "siglip": ("#1f77b4", "s"), "dcl": ("#2ca02c", "^")}
+
+
+def batch_study(content: dict[str, Any]) -> dict[str, plt.Figure]:
+    """A figure for each data set: recall@10 by size, a row for each test and a column for each arm.
+
+    Points are means over seeds, bars the standard deviation, dots the runs, the dotted line chance.
+    """
+    series = [
+        Series(o["data"], o["loss"], tuple(o["sizes"]), o["samples"]) for o in content["series"]
+    ]
+    figures = {}
+    for data in dict.fromkeys(one.data for one in series):
+        own = [one for one in series if one.data == data]
+        arms = [arm for arm in ARMS if any(len(one.points(arm)) > 1 for one in own)]
+        size = 4 + 3.6 * len(arms), 8
+        made, panels = plt.subplots(
+            *(len(TESTS), len(arms)), figsize=size, sharex="col", sharey="row", layout="constrained"
+        )
+        for row, test in zip(panels, TESTS, strict=True):
+            for axes, arm in zip(row, arms, strict=True):
+                for one in own:
+                    _recalls(axes, one, arm, test, content["records"])
+                _by_size(axes, sorted({size for one in own for size, *_ in one.points(arm)}))
+                chance = content["tests"][data][test]["chance"]["recall@10"]
+                axes.axhline(chance, color="0.4", linestyle=":", label="chance")
+            row[0].set_ylabel(f"{TESTS[test]}, recall@10")
+            row[0].set_ylim(0, None)  # after all panels of the row: they share it
+        for axes, arm in zip(panels[0], arms, strict=True):
+            axes.set_title(ARM_TITLES[arm])
+        panels[0][0].legend(fontsize=9)
+        figures[data] = made
+    return figures
+
+
+def _recalls(axes: Axes, one: Series, arm: str, test: str, records: list[dict[str, Any]]) -> None:
+    """A loss's recalls by size; runs that diverged are in no figure."""
+    colour, marker = LOSSES[one.loss]
+    by_size: dict[int, list[float]] = {}
+    for size, *shape in one.points(arm):
+        wanted = [one.data, one.loss, *shape]
+        for record in records:
+            mine = [record[name] for name in ("data", "loss", "batch", "group", "steps")]
+            if mine == wanted and record["seed"] != TUNING_SEED and "tests" in record:
+                by_size.setdefault(size, []).append(record["tests"][test]["recall@10"])
+    if by_size:
+        means = [statistics.fmean(values) for values in by_size.values()]
+        bars = [statistics.stdev(values) if values[1:] else 0.0 for values in by_size.values()]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "label": one.loss}
+        axes.errorbar([*by_size], means, yerr=bars, capsize=3, **style)
+        for size, values in by_size.items():
+            axes.plot([size] * len(values), values, ".", color=colour, markersize=3)
+
+
+def _by_size(axes: Axes, sizes: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("pairs that meet in the loss")
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.3)
+
+
+def same_accuracy(content: dict[str, Any]) -> dict[str, plt.Figure]:
+    """A figure for each data set and precision: loss curves, and their distance from dense's."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in content["records"]:
+        groups[f"{record['data']}-{record['precision']}"].append(record)
+    return {name: _curves(runs) for name, runs in groups.items()}
+
+
+def _curves(runs: list[dict[str, Any]]) -> plt.Figure:
+    made, (curves, distances) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    ways = list(dict.fromkeys((run["contender"], run["n_devices"]) for run in runs))
+    reference = {r["seed"]: r for r in runs if (r["contender"], r["n_devices"]) == ("dense", 1)}
+    for number, way in enumerate(ways):
+        own = [run for run in runs if (run["contender"], run["n_devices"]) == way]
+        colour = plt.get_cmap("tab10")(number)
+        label = f"{way[0]}, {way[1]} rank{'s' if way[1] > 1 else ''}"
+        steps = range(1, own[0]["steps"] + 1)
+        for run in own:
+            # Narrower and narrower, so that curves that coincide are all visible.
+            width = 5 - 4 * number / max(1, len(ways) - 1)
+            curves.plot(steps, run["losses"], color=colour, linewidth=width)
+        pairs = [(run, reference[run["seed"]]) for run in own if run["seed"] in reference]
+        if pairs and way != ("dense", 1):
+            furthest = [
+                max(abs(run["losses"][i] - other["losses"][i]) for run, other in pairs)
+                for i in range(own[0]["steps"])
+            ]
+            shown = [distance or math.nan for distance in furthest]  # 0 has no logarithm
+            distances.plot(steps, shown, ".-", color=colour, label=label)
+    curves.set_ylabel("loss, a line for each run")
+    distances.set_ylabel("largest difference from dense on one rank, same seed")
+    distances.set_yscale("log")
+    if distances.has_data():
+        distances.legend(fontsize=9)
+    for axes in (curves, distances):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    return made
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("records", type=Path)
@@ -244,7 +358,7 @@ def main() -> None:
     folder: Path = options.output or options.records.parent
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, plt.Figure] = {}
-    studies = {"series": study_figures.batch_study, "comparison": study_figures.same_accuracy}
+    studies = {"series": batch_study, "comparison": same_accuracy}
     study = next((draw for field, draw in studies.items() if field in content), None)
     if study is not None:
         figures = {f"-{name}": made for name, made in study(content).items()}

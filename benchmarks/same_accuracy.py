@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,6 @@ from open_clip.loss import ClipLoss as OpenClipLoss
 
 from machinery.icon_towers import VisionTower
 from machinery.options import setting
-from machinery.study_summary import mean_and_deviation
 from megabatch import files
 from megabatch.benchmarking.records import command_line, environment
 from megabatch.config.settings import TrainConfig
@@ -216,8 +216,8 @@ def compare(records: list[Record]) -> list[Record]:
 
 
 def _over(values: list[float]) -> dict[str, float]:
-    mean, deviation = mean_and_deviation(values)
-    return {"mean": mean, "deviation": deviation}
+    deviation = statistics.stdev(values) if values[1:] else 0.0
+    return {"mean": statistics.fmean(values), "deviation": deviation}
 
 
 def _largest(pairs: Iterable[tuple[Record, Record]]) -> float | None:
