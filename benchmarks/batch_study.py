@@ -1,6 +1,6 @@
 """Does the batch matter? Small towers at batch sizes from 1,024 to a tenth of the data, five seeds.
 
-    python benchmarks/draw_icons.py --output icons --size 32 --workers 16
+    python benchmarks/draw_icons.py iconify-json-2.2.535.tgz --output icons --size 32 --workers 16
     python benchmarks/batch_study.py --list
     python benchmarks/batch_study.py --icons icons --gpus 2 --budget-seconds 540
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
@@ -113,7 +114,7 @@ def work(
     began, longest = time.perf_counter(), 0.0
     with executor(devices, {name: getattr(options, name) for name in options.data}) as pool:
         while True:
-            late = time.perf_counter() - began + longest >= (options.budget_seconds or float("inf"))
+            late = time.perf_counter() - began + longest >= options.budget_seconds
             for run in [] if late else pending(plan, options.seeds, found):
                 if len(running) < len(devices) and run not in running.values():
                     running[pool.submit(do, run, options.precision)] = run
@@ -197,7 +198,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
     parser.add_argument("--gpus", type=int, default=int(torch.cuda.is_available()))
     parser.add_argument("--runs-per-device", type=int, default=1, help="runs side by side")
-    parser.add_argument("--budget-seconds", type=float)
+    parser.add_argument("--budget-seconds", type=float, default=math.inf)
     parser.add_argument("--list", action="store_true", help="print the runs that can begin")
     options = parser.parse_args(arguments)
     for one in make_plan(options):

@@ -7,10 +7,9 @@ import os
 import queue
 import tempfile
 import traceback
-from collections import deque
 from collections.abc import Generator, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
@@ -38,59 +37,19 @@ def run(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
 
 
 def run_in_processes(cases: list[Case], device: str, processes: int) -> Iterator[tuple[Case, str]]:
-    """`run` in several processes at once, which compile kernels and decide cases in parallel.
+    """`run` with the cases of one rank in several processes at once, which compile in parallel.
 
-    Outcomes come in the order in which they are known. A process that dies takes one case with it:
-    the rest of its cases goes to a new process.
+    Outcomes come in the order in which they are known. If a process dies, the cases that have none
+    yet are told so.
     """
-    workers = [
-        Worker(cases[first::processes], device) for first in range(min(processes, len(cases)))
-    ]
-    try:
-        while workers := [worker for worker in workers if worker.cases]:
-            ready = wait([worker.connection for worker in workers])
-            for worker in workers:
-                if worker.connection in ready:
-                    yield worker.next()
-    finally:
-        for worker in workers:
-            worker.process.kill()
-
-
-class Worker:
-    """A process with cases of its own."""
-
-    def __init__(self, cases: list[Case], device: str) -> None:
-        self.cases = deque(sorted(cases, key=lambda case: case["ranks"]))  # as `run` takes them
-        self.device = device
-        self._start()
-
-    def next(self) -> tuple[Case, str]:
-        """The outcome of the first case that has none yet."""
-        case = self.cases.popleft()
-        try:
-            return case, self.connection.recv()
-        except EOFError:
-            self.process.join()
-            code = self.process.exitcode
-            if self.cases:
-                self._start()
-            return case, f"the process ended with exit code {code}"
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # a CUDA context survives no fork
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=_tell_outcomes, args=(list(self.cases), self.device, theirs)
-        )
-        self.process.start()
-        theirs.close()  # so that its end is noticed
-
-
-def _tell_outcomes(cases: list[Case], device: str, connection: Connection) -> None:
-    configure(device)
-    for _, outcome in run(cases, device):
-        connection.send(outcome)
+    context = multiprocessing.get_context("forkserver")  # a CUDA context survives no fork
+    with ProcessPoolExecutor(processes, context, configure, (device,)) as pool:
+        alone = [case for case in cases if case["ranks"] == 1]
+        waiting = {pool.submit(attempt, case, 0, device): case for case in alone}
+        for future in as_completed(waiting):
+            error = future.exception()
+            yield waiting[future], str(error) if error else future.result()[0]
+    yield from run([case for case in cases if case["ranks"] > 1], device)
 
 
 def configure(device: str) -> None:
