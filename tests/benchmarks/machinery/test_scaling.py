@@ -107,7 +107,7 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     wanted += [("megabatch-no-transfers", 2), ("openclip", 2), ("memeff", 2), ("disco-clip", 2)]
     listed = run("scaling.py", "--smallest", "--gpus=1,2", "--list").splitlines()
     only = [f"--only={_number(listed, name, n)}" for name, n in wanted]
-    shown = run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
+    run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
     records = json.loads(output.read_text())["records"]
     by = {(r["loss"], r["contender"], r["n_devices"]): r for r in records}
     ours, alone = by["clip", "megabatch", 2], by["clip", "megabatch", 1]
@@ -123,7 +123,6 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
         assert by["clip", peer, 2]["status"] == "ok"
         assert by["clip", peer, 2]["scale_gradient_error"] < 1e-2
     assert by["clip", "memeff", 2]["status"] in ("not installed", "skipped")
-    assert "of ideal" in shown
     run("plots.py", str(output), "--width=16")
     assert (tmp_path / "s.png").exists()
 
