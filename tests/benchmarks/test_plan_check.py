@@ -8,6 +8,15 @@ from tests.benchmarks.test_scripts import SCRIPTS
 RESULTS = SCRIPTS / "results"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _planned_once():
+    """The plan of the step of a million pairs, for all tests: it takes seconds."""
+    plan = next(plan_check.measured(RESULTS / "icons-1m.json")).plan()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan_check.Measured, "plan", lambda _: plan)
+        yield
+
+
 def test_a_step_of_a_million_pairs_is_within_the_limits(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["plan_check.py", "icons-1m.json"])
     with pytest.raises(SystemExit) as ended:
