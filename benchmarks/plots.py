@@ -33,7 +33,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from machinery.family import FAMILY
-from machinery.study import ARMS, TUNING_SEED, Series
 from page import place
 
 #: contender -> colour, marker; megabatch's stand out.
@@ -252,6 +251,8 @@ def batch_study(content: dict[str, Any]) -> dict[str, plt.Figure]:
 
     Points are means over seeds, bars the standard deviation, dots the runs, the dotted line chance.
     """
+    from machinery.study import ARMS, Series  # with the trainer, which takes seconds to import
+
     series = [
         Series(o["data"], o["loss"], tuple(o["sizes"]), o["samples"]) for o in content["series"]
     ]
@@ -274,20 +275,22 @@ def batch_study(content: dict[str, Any]) -> dict[str, plt.Figure]:
             row[0].set_ylim(0, None)  # after all panels of the row: they share it
         for axes, arm in zip(panels[0], arms, strict=True):
             axes.set_title(ARM_TITLES[arm])
+        for axes in panels[-1]:
+            axes.set_xlabel("pairs that meet in the loss")
         panels[0][0].legend(fontsize=9)
         figures[data] = made
     return figures
 
 
-def _recalls(axes: Axes, one: Series, arm: str, test: str, records: list[dict[str, Any]]) -> None:
-    """A loss's recalls by size; runs that diverged are in no figure."""
+def _recalls(axes: Axes, one: Any, arm: str, test: str, records: list[dict[str, Any]]) -> None:
+    """A series's recalls by size, without runs that tune (their seed is 100) or diverged."""
     colour, marker = LOSSES[one.loss]
     by_size: dict[int, list[float]] = {}
     for size, *shape in one.points(arm):
         wanted = [one.data, one.loss, *shape]
         for record in records:
             mine = [record[name] for name in ("data", "loss", "batch", "group", "steps")]
-            if mine == wanted and record["seed"] != TUNING_SEED and "tests" in record:
+            if mine == wanted and record["seed"] < 100 and "tests" in record:
                 by_size.setdefault(size, []).append(record["tests"][test]["recall@10"])
     if by_size:
         means = [statistics.fmean(values) for values in by_size.values()]
@@ -302,7 +305,6 @@ def _by_size(axes: Axes, sizes: list[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel("pairs that meet in the loss")
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.grid(alpha=0.3)
 
