@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from machinery import results, supervise
-from machinery.contenders import LOSSES
+from machinery.family import LOSSES
 from machinery.group import Group
 from machinery.inputs import Case
 from machinery.results import Result

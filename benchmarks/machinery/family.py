@@ -15,7 +15,7 @@ from torch import Tensor
 
 from machinery import exact
 from machinery.contenders import (
-    LOSSES,
+    CLIP,
     Contender,
     Loss,
     LossFunction,
@@ -210,11 +210,11 @@ def _loss(
     general: LossFunction | None = None,
 ) -> Loss:
     made = [
-        Contender("megabatch", f"megabatch's {name}", lambda: ours),
-        Contender("dense", "the whole matrix", lambda: dense),
+        Contender("megabatch", lambda: ours),
+        Contender("dense", lambda: dense),
     ]
     if general is not None:
-        made.append(Contender("general", "megabatch, all tiles", lambda: general))
+        made.append(Contender("general", lambda: general))
     return Loss(name, {contender.name: contender for contender in made}, truth, work)
 
 
@@ -292,18 +292,10 @@ def _siglip_kernel() -> LossFunction:
 SIGLIP = Loss(
     "siglip",
     by_name(
-        Contender("megabatch", "megabatch.SigLipLoss: one sweep", _megabatch_siglip),
-        Contender("dense", "one matrix", lambda: dense_siglip),
-        Contender(
-            "dense-compiled", "under torch.compile", compiled(lambda: dense_siglip), cuda=True
-        ),
-        Contender(
-            "siglip-kernel",
-            "strips, matrix products and a kernel",
-            _siglip_kernel,
-            ("siglip_kernel", "siglip-kernel"),
-            cuda=True,
-        ),
+        Contender("megabatch", _megabatch_siglip),
+        Contender("dense", lambda: dense_siglip),
+        Contender("dense-compiled", compiled(lambda: dense_siglip), cuda=True),
+        Contender("siglip-kernel", _siglip_kernel, ("siglip_kernel", "siglip-kernel"), cuda=True),
     ),
     exact.siglip,
     work=6,  # no second matrix: a pair's gradient needs no sum over others
@@ -313,13 +305,12 @@ SIGLIP = Loss(
 LOGSUMEXP = Loss(
     "logsumexp",
     by_name(
-        Contender("megabatch", "megabatch.similarity.logsumexp", _megabatch_logsumexp),
-        Contender("dense", "one matrix", _dense_logsumexp),
+        Contender("megabatch", _megabatch_logsumexp),
+        Contender("dense", _dense_logsumexp),
     ),
     exact.logsumexp,
     work=8,
 )
 
-# Cases find losses by name.
-LOSSES.update(FAMILY)
-LOSSES.update({loss.name: loss for loss in (SIGLIP, LOGSUMEXP)})
+#: All losses, by which cases name them.
+LOSSES = {loss.name: loss for loss in (CLIP, SIGLIP, LOGSUMEXP, *FAMILY.values())}

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from machinery import truth
-from machinery.contenders import LOSSES, LossFunction
+from machinery.contenders import LossFunction
+from machinery.family import LOSSES
 from machinery.inputs import Case, features
 from megabatch.benchmarking.measure import LOSS_SCALE, SANE
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import draw_icons
 from machinery.grey import GreyWriter
 from machinery.icons import Icon, _drawn, caption, icons_of, is_held_out, write_icons
 from megabatch.data.pairs import caption_id
 from megabatch.data.sources import open_pairs
-from tests.benchmarks.test_scripts import run
 
 PATH = '<path fill="currentColor" d="M2 2h20v20H2z"/>'
 CORNER = '<path fill="red" d="M0 0h12v6H0z"/>'
@@ -95,10 +95,14 @@ def box(top: int, bottom: int, left: int, right: int) -> np.ndarray:
     return expected
 
 
-def test_pairs_by_split_and_what_sets_say(tmp_path: Path) -> None:
+def test_pairs_by_split_and_what_sets_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     package = write_tarball(tmp_path / "package.tgz")
-    words = f"--output={tmp_path / 'icons'}", "--size=32"
-    shown = run("draw_icons.py", str(package), *words)
+    words = [str(package), f"--output={tmp_path / 'icons'}", "--size=32"]
+    monkeypatch.setattr("sys.argv", ["draw_icons.py", *words])
+    draw_icons.main()
+    shown = capsys.readouterr().out
     assert "@iconify/json 1.2.3" in shown
     assert "train: 8 icons of 2 sets, 8 distinct captions" in shown
     assert "test: 1 icons of 1 sets, 1 distinct captions" in shown
