@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import queue
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -203,49 +203,25 @@ def test_a_wrong_gradient_is_seen(leaf: str, monkeypatch: pytest.MonkeyPatch) ->
     assert f"gradient of {leaf}" in outcome
 
 
-class Ranks:
-    """Of a group, all there or all gone."""
-
-    def __init__(self, alive: bool) -> None:
-        self.alive = alive
-
-    def is_alive(self) -> bool:
-        return self.alive
-
-
 @pytest.mark.parametrize(
-    ("told", "alive", "expected", "done"),
+    ("answers", "expected"),
     [
-        (
-            [(0, 0, "", True), (1, 0, "", True), (0, 1, "undecided", True), (1, 1, "", True)],
-            True,
-            [(0, ""), (1, "undecided")],
-            2,
-        ),
-        (
-            [(1, 0, "off", True), (0, 0, "", True), (1, 1, "", True), (0, 1, "", True)],
-            True,
-            [(0, "rank 1: off"), (1, "")],
-            2,
-        ),
-        ([(0, 0, "lost", False), (1, 0, "raised", False)], False, [(0, "rank 0: lost")], 1),
-        ([(0, 0, "", True)], False, [(0, "the ranks lost each other; rank 0: ")], 1),
+        ([("undecided", True), ("", True)], ("undecided", True)),
+        ([("", True), ("off", True)], ("rank 1: off", True)),
+        ([("raised", False), ("", True)], ("rank 0: raised", False)),
+        ([None, ("", True)], ("rank 0: it died", False)),
     ],
 )
-def test_what_ranks_tell(told: Any, alive: bool, expected: Any, done: int) -> None:
-    from fuzzing.groups import _collect
+def test_what_ranks_tell(answers: list[Any], expected: tuple[str, bool]) -> None:
+    from fuzzing.groups import ask
 
-    outcomes: Any = queue.Queue()
-    for item in told:
-        outcomes.put(item)
-    collected = _collect([{"index": 0}, {"index": 1}], outcomes, [Ranks(alive)] * 2)
-    ended: list[int] = []
+    pipes = [multiprocessing.Pipe() for _ in answers]
+    for answer, (_, theirs) in zip(answers, pipes, strict=True):
+        theirs.send(answer) if answer else theirs.close()
+    assert ask([ours for ours, _ in pipes], {"index": 0}) == expected
 
-    def follow() -> Any:
-        ended.append((yield from collected))
 
-    for (case, outcome), (index, wanted) in zip(list(follow()), expected, strict=True):
-        assert case["index"] == index
-        assert outcome.startswith(wanted)
-        assert bool(outcome) == bool(wanted)
-    assert ended == [done]  # those that remain go to a new group
+@pytest.mark.concurrency
+def test_groups_of_ranks() -> None:
+    cases = some(3, lambda case: case["ranks"] == 2)
+    assert set(outcomes(cases)) <= {"", "undecided"}
