@@ -11,29 +11,22 @@ ids, weights, labels, masks, margins, queues, further negatives, workspaces (ano
 backward pass), normalisation, shards on up to six ranks (Gloo) and on grids of them, frozen,
 expanded, strided and aliased inputs. On a GPU, where float64 does not reach the kernels, also
 bfloat16, float16 and float32 (TF32), bounded by the error of the dense expression in the same
-precision. Needs torch alone. Ends with status 1 if a case failed.
+precision. Ends with status 1 if a case failed.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
-import os
-import platform
-import shlex
 import sys
 import time
 from collections import Counter
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-import megabatch
 from fuzzing.cases import draw
 from fuzzing.groups import FINE, configure, run, run_in_processes
+from megabatch.benchmarking import records
 
 DTYPES = {"cpu": ("float64",), "cuda": ("float64", "bfloat16", "float16", "float32")}
 
@@ -69,19 +62,11 @@ def main() -> int:
     undecided = sum(n for key, n in counts.items() if key[3] == "undecided")
     print(f"{len(cases)} cases, {len(failures)} failed, {undecided} undecided, {seconds} s")
     if options.output:
-        content = head(options.output) | {
-            "seed": options.seed,
-            "cases": len(cases),
-            "failed": len(failures),
-            "undecided": undecided,
-            "seconds": seconds,
-            "records": [
-                dict(zip(("call", "dtype", "ranks", "status", "cases"), (*key, n), strict=True))
-                for key, n in sorted(counts.items())
-            ],
-            "failures": failures,
-        }
-        options.output.write_text(json.dumps(content, indent=1) + "\n")
+        names = ("call", "dtype", "ranks", "status", "cases")
+        made = [dict(zip(names, (*key, n), strict=True)) for key, n in sorted(counts.items())]
+        sums = {"failed": len(failures), "undecided": undecided, "seconds": seconds}
+        about = {"seed": options.seed, "cases": len(cases), **sums, "failures": failures}
+        records.write(options.output, records.command_line(options.output), made, **about)
     return 1 if failures else 0
 
 
@@ -103,36 +88,6 @@ def parse() -> argparse.Namespace:
     if options.processes < 1:
         parser.error(f"--processes: expected a positive number, got {options.processes}")
     return options
-
-
-def head(output: Path) -> dict[str, Any]:
-    """Command, date, machine and versions, as in the other records, without their extras."""
-    versions = {"python": platform.python_version(), "megabatch": megabatch.__version__}
-    for package in ("torch", "triton", "numpy"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    words = [word.replace(f"{output.parent}/", "") for word in sys.argv]
-    return {
-        "command": shlex.join(["python", *words]),
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": {
-            "cpu": cpu_name(),
-            "cores": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-            "system": platform.platform(),
-        },
-        "versions": versions,
-    }
-
-
-def cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -5,8 +5,7 @@
 Two transformers of PyTorch's own layers. With `--accumulate` gradients exist before each step, as
 in the second step of an accumulation. The peak is that of PyTorch's allocator during a step, above
 the memory in use before it: weights, inputs, and gradients with `--accumulate`. To measure another
-version of megabatch, put its `src` first on PYTHONPATH; steps of early versions, which fill `.grad`
-without `backward()`, are measured as they are.
+version of megabatch, put its `src` first on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def main() -> None:
     def step() -> None:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             value = cached(*batches)
-        if value.requires_grad:
-            value.backward()
+        value.backward()
 
     def prepare() -> None:
         for tower in towers:

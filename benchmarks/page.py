@@ -51,6 +51,7 @@ PACKAGE = ROOT / "src/megabatch"
 SOURCES_SAY = [
     "Each record holds its whole command. *Changed since* names the packages whose sources differ",
     "from the measured ones; records from before 2026-11-25 have no hash of their sources.",
+    "Programs that are no longer in benchmarks/ went when their question was answered.",
 ]
 
 Record = dict[str, Any]

@@ -7,8 +7,7 @@ Each measured configuration of the trainer in the records is planned anew, with 
 had and no other knowledge: the plan also chooses how many micro-batches are kept. The peak is the
 allocator's. The time is a step's, without waiting for data. The exit code is 1 if one deviates by
 more. Those that say "calibrates" are the ones from which the package's constants of the encoders
-come (`megabatch.planning.speeds.Speeds`); all others are predicted. The loss alone,
-on one to four GPUs, has a check of its own: benchmarks/simulation.py. Needs no GPU.
+come (`megabatch.planning.speeds.Speeds`); all others are predicted. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -36,20 +35,16 @@ from megabatch.planning.machine import other_machine
 from megabatch.planning.micro_batches import TextLengths, cut
 from megabatch.planning.plan import Plan
 from megabatch.planning.speeds import datasheet
-from paper_tables import DIFFERENT
 
 RESULTS = Path(__file__).parent / "results"
 #: The largest deviations of a plan from a measurement.
 MEMORY, TIME = 0.07, 0.12
-FILES = ("throughput.json", "icons.json", "icons-rates.json", "icons-1m.json",
+FILES = ("throughput.json", "icons.json", "icons-1m.json",
          "retriever-trainer.json", "retriever-bert-base.json", "paper-tables.json")  # fmt: skip
 #: The icons' model.
 ICONS = "machinery.icon_towers:icon_small"
-#: Micro-batches and compilation of the icons' runs that are compared, by their settings.
-RATES = {
-    "lr=2e-3": (32768, True),
-    "micro_batch_size=8192 torchcompile=false lr=2e-3 duplicates=positives": (8192, False),
-}
+#: Different pairs of a batch of paper-tables.json; a larger one repeats them.
+DIFFERENT = 16_384
 
 
 @dataclass(frozen=True)
@@ -142,10 +137,8 @@ def measured(file: Path) -> Iterator[Measured]:
         elif record.get("contender") == "trainer":
             if record.get("kept_micro_batches") is not None:
                 yield retriever(record)
-        elif record.get("set") in RATES:
-            yield icons(*RATES[record["set"]], record, calibrates=True)
         elif record.get("model") == "icon-small":
-            yield icons(record["micro_batch_size"], True, record)
+            yield icons(record)
 
 
 @cache
@@ -173,7 +166,7 @@ def clip(record: dict[str, Any]) -> Measured:
 
 
 def paper(record: dict[str, Any]) -> Measured:
-    """A step of benchmarks/paper_tables.py with the batch on the host.
+    """A step with the batch on the host.
 
     Times that were extrapolated are not judged: ViT-L/14 reached 674 pairs/s by them and 637 in
     whole steps, probably since a GPU that rests between micro-batches is at higher clocks.
@@ -196,34 +189,25 @@ def paper(record: dict[str, Any]) -> Measured:
     )
 
 
-def icons(
-    micro: int,
-    compiled: bool,
-    record: dict[str, Any],
-    calibrates: bool = False,
-) -> Measured:
+def icons(record: dict[str, Any]) -> Measured:
     """A run of the icons' model, before texts were cut and activations kept."""
     config = TrainConfig(
         model=ICONS,
-        global_batch_size=32768,
-        micro_batch_size=micro,
-        torchcompile=compiled,
+        global_batch_size=record["b"],
+        micro_batch_size=record["micro_batch_size"],
+        torchcompile=True,
         trim_texts=False,
         activation_memory="0",
     )
     seconds, peak = record["step_ms"] / 1e3, record["memory_bytes"]
-    return Measured(
-        *("icon-small", config, towers_of(ICONS), None, 1, "NVIDIA H200", seconds, peak),
-        calibrates=calibrates,
-    )
+    return Measured("icon-small", config, towers_of(ICONS), None, 1, "NVIDIA H200", seconds, peak)
 
 
 def million(content: dict[str, Any]) -> Measured:
     """The last of the steps over 1,048,576 icons, without its time of waiting."""
     step, size = content["steps"][-1], 1 << 20
     seconds = size / step["pairs_per_second"] * (1 - step["data_wait"])
-    made = icons(16384, True, {**step, "step_ms": 1e3 * seconds})
-    return replace(made, config=replace(made.config, global_batch_size=size))
+    return icons({**step, "step_ms": 1e3 * seconds, "b": size, "micro_batch_size": 16384})
 
 
 def retriever(record: dict[str, Any]) -> Measured:

@@ -2,23 +2,21 @@
 
     python benchmarks/plots.py benchmarks/results/single-gpu.json
     python benchmarks/plots.py benchmarks/results/scaling.json
-    python benchmarks/plots.py benchmarks/results/simulation.json
     python benchmarks/plots.py benchmarks/results/batch-study.json
     python benchmarks/plots.py benchmarks/results/same-accuracy.json
 
-Those of batch_study.py and same_accuracy.py are described in machinery/study_figures.py.
-
-All others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time and extra
+Those of batch_study.py and same_accuracy.py have a figure for each data set (and precision). All
+others are for bf16, scale 14.3, forward and backward, at one width. For one GPU: time and extra
 memory over b (single-gpu-time.png, -memory.png, in the records' folder), and for the README both of
 a few contenders (single-gpu-summary.png). For several GPUs: fraction of ideal and memory per GPU
-over their number (scaling.png). Simulated: the fraction of ideal of each schedule on 8 to 4,096
-GPUs, of the loss and of a training step (simulation.png).
+over their number (scaling.png).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,11 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from machinery import study_figures
 from page import place
 
 #: contender -> colour, marker; megabatch's stand out.
@@ -182,50 +180,6 @@ def scaling(records: list[dict[str, Any]]) -> plt.Figure:
     return made
 
 
-#: Kind of schedule -> colour, marker.
-SCHEDULES = {"ring": ("#7f7f7f", "D"), "gather": ("#1f77b4", "s"), "grid": ("#d62728", "o")}
-
-
-def simulation(records: list[dict[str, Any]]) -> plt.Figure:
-    """The efficiency of the loss by schedule, of the best one, and of a training step."""
-    made, (kinds, best, steps) = plt.subplots(
-        1, 3, figsize=(17, 5.2), sharey=True, layout="constrained"
-    )
-    usual = [record for record in records if not record["cluster"]]
-    gpus = sorted({record["gpus"] for record in usual})
-    middle = gpus[-3] if len(gpus) > 2 else gpus[-1]
-    for kind, (colour, marker) in SCHEDULES.items():
-        points = [r for r in usual if (r["kind"], r["gpus"]) == (kind, middle)]
-        points.sort(key=lambda r: r["rows"])
-        places = [r["rows"] for r in points], [r["efficiency"] for r in points]
-        kinds.plot(*places, color=colour, marker=marker, label=kind)
-    kinds.set_title(f"the loss on {middle:,} GPUs, by schedule")
-    kinds.set_xlabel("rows of a GPU")
-    sizes = sorted({r["rows"] for r in usual})
-    for rows in sizes[1::2]:
-        colour = plt.get_cmap("viridis")(sizes.index(rows) / len(sizes))
-        for axes, field in ((best, "efficiency"), (steps, "step_efficiency")):
-            line = [
-                max(r[field] for r in usual if (r["rows"], r["gpus"]) == (rows, n)) for n in gpus
-            ]
-            axes.plot(gpus, line, color=colour, marker="o", label=f"{short(rows)} rows")
-    best.set_title("the loss, best schedule")
-    steps.set_title("a training step of ViT-B/32, best schedule")
-    for axes, ticks in ((kinds, sizes), (best, gpus), (steps, gpus)):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [short(tick) for tick in ticks])
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
-        axes.set_ylim(0, 1.02)
-        axes.grid(alpha=0.3)
-        axes.axhline(1, color="0.6", linewidth=1)
-        if axes is not kinds:
-            axes.set_xlabel("GPUs, in nodes of 8")
-        axes.legend(fontsize=9)
-    kinds.set_ylabel("time of the computation alone at mean speed / time")
-    return made
-
-
 def fraction_known(record: dict[str, Any]) -> bool:
     return record["n_devices"] == 1 or record["of_ideal"] is not None
 
@@ -235,6 +189,123 @@ def short(b: int) -> str:
     if b < 1024:
         return str(b)
     return f"{b // 1024}k" if b < 2**20 else f"{b // 2**20}M"
+
+
+# --- studies --------------------------------------------------------------------------------------
+
+ARM_TITLES = {
+    "negatives": "negatives alone: same batches, same steps",
+    "long": "negatives alone: batches of 4,096, more steps",
+    "samples": "batch at equal samples, rate tuned",
+    "steps": "batch at equal steps, rate tuned",
+}
+TESTS = {"in_domain": "in-domain test", "unseen": "unseen family"}
+#: Loss -> colour, marker.
+LOSSES = {"clip": ("#d62728", "o"), "siglip": ("#1f77b4", "s"), "dcl": ("#2ca02c", "^")}
+
+
+def batch_study(content: dict[str, Any]) -> dict[str, plt.Figure]:
+    """A figure for each data set: recall@10 by size, a row for each test and a column for each arm.
+
+    Points are means over seeds, bars the standard deviation, dots the runs, the dotted line chance.
+    """
+    from machinery.study import ARMS, Series  # with the trainer, which takes seconds to import
+
+    series = [
+        Series(o["data"], o["loss"], tuple(o["sizes"]), o["samples"]) for o in content["series"]
+    ]
+    figures = {}
+    for data in dict.fromkeys(one.data for one in series):
+        own = [one for one in series if one.data == data]
+        arms = [arm for arm in ARMS if any(len(one.points(arm)) > 1 for one in own)]
+        size = 4 + 3.6 * len(arms), 8
+        made, panels = plt.subplots(
+            *(len(TESTS), len(arms)), figsize=size, sharex="col", sharey="row", layout="constrained"
+        )
+        for row, test in zip(panels, TESTS, strict=True):
+            for axes, arm in zip(row, arms, strict=True):
+                for one in own:
+                    _recalls(axes, one, arm, test, content["records"])
+                _by_size(axes, sorted({size for one in own for size, *_ in one.points(arm)}))
+                chance = content["tests"][data][test]["chance"]["recall@10"]
+                axes.axhline(chance, color="0.4", linestyle=":", label="chance")
+            row[0].set_ylabel(f"{TESTS[test]}, recall@10")
+            row[0].set_ylim(0, None)  # after all panels of the row: they share it
+        for axes, arm in zip(panels[0], arms, strict=True):
+            axes.set_title(ARM_TITLES[arm])
+        for axes in panels[-1]:
+            axes.set_xlabel("pairs that meet in the loss")
+        panels[0][0].legend(fontsize=9)
+        figures[data] = made
+    return figures
+
+
+def _recalls(axes: Axes, one: Any, arm: str, test: str, records: list[dict[str, Any]]) -> None:
+    """A series's recalls by size, without runs that tune (their seed is 100) or diverged."""
+    colour, marker = LOSSES[one.loss]
+    by_size: dict[int, list[float]] = {}
+    for size, *shape in one.points(arm):
+        wanted = [one.data, one.loss, *shape]
+        for record in records:
+            mine = [record[name] for name in ("data", "loss", "batch", "group", "steps")]
+            if mine == wanted and record["seed"] < 100 and "tests" in record:
+                by_size.setdefault(size, []).append(record["tests"][test]["recall@10"])
+    if by_size:
+        means = [statistics.fmean(values) for values in by_size.values()]
+        bars = [statistics.stdev(values) if values[1:] else 0.0 for values in by_size.values()]
+        style: dict[str, Any] = {"color": colour, "marker": marker, "label": one.loss}
+        axes.errorbar([*by_size], means, yerr=bars, capsize=3, **style)
+        for size, values in by_size.items():
+            axes.plot([size] * len(values), values, ".", color=colour, markersize=3)
+
+
+def _by_size(axes: Axes, sizes: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PercentFormatter(1))
+    axes.grid(alpha=0.3)
+
+
+def same_accuracy(content: dict[str, Any]) -> dict[str, plt.Figure]:
+    """A figure for each data set and precision: loss curves, and their distance from dense's."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for record in content["records"]:
+        groups[f"{record['data']}-{record['precision']}"].append(record)
+    return {name: _curves(runs) for name, runs in groups.items()}
+
+
+def _curves(runs: list[dict[str, Any]]) -> plt.Figure:
+    """Left the mean loss of all seeds and their range; right the distances, on a log scale."""
+    made, (curves, distances) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    ways: dict[tuple[str, int], dict[int, np.ndarray]] = defaultdict(dict)
+    for run in runs:
+        ways[run["contender"], run["n_devices"]][run["seed"]] = np.array(run["losses"])
+    reference = ways["dense", 1]
+    steps = np.arange(1, runs[0]["steps"] + 1)
+    for number, ((contender, ranks), losses) in enumerate(ways.items()):
+        seeds = np.stack(list(losses.values()))
+        label = f"{contender}, {ranks} rank{'s' if ranks > 1 else ''}"
+        style: dict[str, Any] = {"color": plt.get_cmap("tab10")(number), "label": label}
+        # Narrower and narrower, so that curves that coincide are all visible.
+        width = 6 - 5 * number / max(1, len(ways) - 1)
+        curves.plot(steps, seeds.mean(0), linewidth=width, **style)
+        apart = [abs(losses[seed] - reference[seed]) for seed in losses.keys() & reference.keys()]
+        if apart and losses is not reference:
+            furthest = np.max(apart, axis=0)
+            distances.plot(steps, np.where(furthest > 0, furthest, np.nan), ".-", **style)
+    seeds = np.stack(list(reference.values()))
+    low, high = seeds.min(0), seeds.max(0)
+    curves.fill_between(steps, low, high, color="0.85", zorder=0, label="dense, range of all seeds")
+    distances.plot(steps, high - low, color="0.5", label="dense, range of all seeds")
+    curves.set_ylabel(f"loss, mean of {len(seeds)} seeds")
+    distances.set_ylabel("largest difference from dense on one rank, same seed")
+    distances.set_yscale("log")
+    for axes in (curves, distances):
+        axes.legend(fontsize=9)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    return made
 
 
 def main() -> None:
@@ -248,11 +319,9 @@ def main() -> None:
     folder: Path = options.output or options.records.parent
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, plt.Figure] = {}
-    studies = {"series": study_figures.batch_study, "comparison": study_figures.same_accuracy}
+    studies = {"series": batch_study, "comparison": same_accuracy}
     study = next((draw for field, draw in studies.items() if field in content), None)
-    if "simulated" in content:
-        figures[""] = simulation(content["simulated"])
-    elif study is not None:
+    if study is not None:
         figures = {f"-{name}": made for name, made in study(content).items()}
     elif any("of_ideal" in record for record in everything):
         figures[""] = scaling([r for r in everything if r["d"] == options.width])
@@ -265,7 +334,7 @@ def main() -> None:
         if {"megabatch", "openclip"} <= {r["contender"] for r in records if r["loss"] == "clip"}:
             figures["-summary"] = summary(records)
     for name, made in figures.items():
-        on = "simulated, H200s" if "simulated" in content else place(content["machine"])
+        on = place(content["machine"])
         made.suptitle(f"{name[1:]}, {on}" if study else f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)

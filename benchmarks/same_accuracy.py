@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -38,7 +39,6 @@ from open_clip.loss import ClipLoss as OpenClipLoss
 
 from machinery.icon_towers import VisionTower
 from machinery.options import setting
-from machinery.study_summary import mean_and_deviation
 from megabatch import files
 from megabatch.benchmarking.records import command_line, environment
 from megabatch.config.objective import Objective
@@ -86,8 +86,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if world.main:
                 write(options.output, content)
                 print(shown(record), flush=True)
-    if world.main:
-        print(table(content))
 
 
 def configuration(
@@ -216,33 +214,14 @@ def compare(records: list[Record]) -> list[Record]:
 
 
 def _over(values: list[float]) -> dict[str, float]:
-    mean, deviation = mean_and_deviation(values)
-    return {"mean": mean, "deviation": deviation}
+    deviation = statistics.stdev(values) if values[1:] else 0.0
+    return {"mean": statistics.fmean(values), "deviation": deviation}
 
 
 def _largest(pairs: Iterable[tuple[Record, Record]]) -> float | None:
     """The largest difference of two runs' losses at the same step."""
     steps = ((x, y) for a, b in pairs for x, y in zip(a["losses"], b["losses"], strict=True))
     return max((abs(x - y) for x, y in steps), default=None)
-
-
-def table(content: dict[str, Any]) -> str:
-    """The comparison as a table in Markdown."""
-    lines: list[list[str]] = []
-    for one in content["comparison"]:
-        tests = sorted({name.partition("/")[0] for name in one["figures"]})
-        recalls = [one["figures"][f"{test}/image_to_text/recall@1"] for test in tests]
-        differences = (one["largest_difference"], one["largest_difference_of_seeds"])
-        lines.append(
-            [one["data"], one["precision"], one["contender"], str(one["n_devices"]),
-             str(one["seeds"]), *("" if d is None else f"{d:.2g}" for d in differences),
-             "{mean:.4f} ± {deviation:.4f}".format(**one["last_loss"]),
-             ", ".join(f"{t} {100 * r['mean']:.2f} ± {100 * r['deviation']:.2f}%"
-                       for t, r in zip(tests, recalls, strict=True))]
-        )  # fmt: skip
-    head = ["data", "precision", "loss", "ranks", "seeds", "largest difference from dense",
-            "of two seeds", "last loss", "image to text, recall@1"]  # fmt: skip
-    return "\n".join(f"| {' | '.join(line)} |" for line in [head, ["---"] * len(head), *lines])
 
 
 def shown(record: Record) -> str:

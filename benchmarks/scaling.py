@@ -117,28 +117,6 @@ def row(record: ScalingRecord) -> str:
     )
 
 
-def table(found: list[ScalingRecord]) -> str:
-    """Fractions of ideal scaling, as measured and at equal product rates."""
-    lines = []
-    for r in found:
-        if r.contender != "megabatch" or r.ms is None or r.n_devices == 1:
-            continue
-        twins = {
-            t.contender: t.ms
-            for t in found
-            if (t.loss, t.b, t.n_devices) == (r.loss, r.b, r.n_devices) and t.ms is not None
-        }
-        serial, computed = (twins.get(f"megabatch-no-{what}") for what in ("overlap", "transfers"))
-        share = (serial - computed) / serial if serial and computed else None
-        cells = (r.of_ideal, r.of_ideal_at_rate, r.of_ideal_weak, share)
-        numbers = "".join(f"{'' if c is None else f'{c:.1%}':>10}" for c in cells)
-        plain = "" if serial is None else f"{serial:.3f}"
-        lines.append(f"{r.loss:7}{r.b:>10,}{r.n_devices:>5}{r.ms:>12.3f}{plain:>12}{numbers}")
-    head = ("of ideal", "at rate", "weak", "transfers")
-    first = f"{'loss':7}{'b':>10}{'GPUs':>5}{'ms':>12}{'no overlap':>12}"
-    return "\n".join([first + "".join(f"{h:>10}" for h in head), *lines])
-
-
 def main() -> None:
     options = arguments()
     sizes: list[int] = options.gpus
@@ -182,7 +160,6 @@ def main() -> None:
             [todo[i] for i in here], start, log, deadline, options.patience
         ):
             keep(trial, ScalingResult(**found))
-    print(table(scaling.compare(done)))
     print(f"{len(done)} records: {output}; messages: {log}")
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from machinery import results, supervise
-from machinery.contenders import LOSSES
+from machinery.family import LOSSES
 from machinery.group import Group
 from machinery.inputs import Case
 from machinery.results import Result
@@ -112,8 +112,8 @@ def row(record: results.Record) -> str:
     )
 
 
-def combine(one: Case, result: Result) -> results.Record:
-    return results.combine(one, [result], LOSSES[one.loss].work)
+def record_of(one: Case, result: Result) -> results.Record:
+    return results.record(one, result, LOSSES[one.loss].work)
 
 
 def absent(one: Case) -> Result | None:
@@ -155,7 +155,7 @@ def main(
     log.write_text("")
     deadline = time.time() + options.budget_seconds
     command = records.command_line(path)
-    done = [combine(c, result) for c, result in missing if result is not None]
+    done = [record_of(c, result) for c, result in missing if result is not None]
     for record in done:
         print(row(record))
     same = [f"--device={options.device}", *(f"--only={i}" for i in options.only)]
@@ -163,7 +163,7 @@ def main(
     same += ["--contenders", *options.contenders] if options.contenders else []
     start = supervise.start_self([script, *same, f"--deadline={deadline}", "--worker"])
     for case, result in supervise.supervise(here, start, log, deadline, options.patience):
-        done.append(combine(case, result))
+        done.append(record_of(case, result))
         records.write(path, command, done)
         print(row(done[-1]), flush=True)
     print(f"{len(done)} records: {path}; messages: {log}")

@@ -1,6 +1,6 @@
 """The data of batch_study.py as one small file, for a machine that cannot download anything.
 
-    python benchmarks/draw_icons.py --output icons --size 32
+    python benchmarks/draw_icons.py iconify-json-2.2.535.tgz --output icons --size 32
     python benchmarks/study_package.py icons /usr/share/wordnet study.tar.xz
     tar xf study.tar.xz    # there: icons/ and wordnet/
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
-import os
-import queue
 import tempfile
 import traceback
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -38,59 +38,19 @@ def run(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
 
 
 def run_in_processes(cases: list[Case], device: str, processes: int) -> Iterator[tuple[Case, str]]:
-    """`run` in several processes at once, which compile kernels and decide cases in parallel.
+    """`run` with the cases of one rank in several processes at once, which compile in parallel.
 
-    Outcomes come in the order in which they are known. A process that dies takes one case with it:
-    the rest of its cases goes to a new process.
+    Outcomes come in the order in which they are known. If a process dies, the cases that have none
+    yet are told so.
     """
-    workers = [
-        Worker(cases[first::processes], device) for first in range(min(processes, len(cases)))
-    ]
-    try:
-        while workers := [worker for worker in workers if worker.cases]:
-            ready = wait([worker.connection for worker in workers])
-            for worker in workers:
-                if worker.connection in ready:
-                    yield worker.next()
-    finally:
-        for worker in workers:
-            worker.process.kill()
-
-
-class Worker:
-    """A process with cases of its own."""
-
-    def __init__(self, cases: list[Case], device: str) -> None:
-        self.cases = deque(sorted(cases, key=lambda case: case["ranks"]))  # as `run` takes them
-        self.device = device
-        self._start()
-
-    def next(self) -> tuple[Case, str]:
-        """The outcome of the first case that has none yet."""
-        case = self.cases.popleft()
-        try:
-            return case, self.connection.recv()
-        except EOFError:
-            self.process.join()
-            code = self.process.exitcode
-            if self.cases:
-                self._start()
-            return case, f"the process ended with exit code {code}"
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # a CUDA context survives no fork
-        self.connection, theirs = context.Pipe(duplex=False)
-        self.process = context.Process(
-            target=_tell_outcomes, args=(list(self.cases), self.device, theirs)
-        )
-        self.process.start()
-        theirs.close()  # so that its end is noticed
-
-
-def _tell_outcomes(cases: list[Case], device: str, connection: Connection) -> None:
-    configure(device)
-    for _, outcome in run(cases, device):
-        connection.send(outcome)
+    context = multiprocessing.get_context("forkserver")  # a CUDA context survives no fork
+    with ProcessPoolExecutor(processes, context, configure, (device,)) as pool:
+        alone = [case for case in cases if case["ranks"] == 1]
+        waiting = {pool.submit(attempt, case, 0, device): case for case in alone}
+        for future in as_completed(waiting):
+            error = future.exception()
+            yield waiting[future], str(error) if error else future.result()[0]
+    yield from run([case for case in cases if case["ranks"] > 1], device)
 
 
 def configure(device: str) -> None:
@@ -120,67 +80,49 @@ def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
 
 
 def _together(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
-    """Groups are started anew after a case on which the ranks lost each other."""
+    """Cases of groups of one size, which start anew after a case on which ranks lost each other."""
     context = multiprocessing.get_context("spawn")
-    while cases:
-        outcomes = context.Queue()
+    left = deque(cases)
+    while left:
         with tempfile.TemporaryDirectory() as folder:
+            pipes = [context.Pipe() for _ in range(cases[0]["ranks"])]
             processes = [
-                context.Process(target=_work, args=(rank, cases, folder, device, outcomes))
-                for rank in range(cases[0]["ranks"])
+                context.Process(target=_work, args=(rank, len(pipes), folder, device, theirs))
+                for rank, (_, theirs) in enumerate(pipes)
             ]
-            for process in processes:
+            for process, (_, theirs) in zip(processes, pipes, strict=True):
                 process.start()
-            done = yield from _collect(cases, outcomes, processes)
+                theirs.close()  # so that its end is noticed
+            well = True
+            while left and well:
+                case = left.popleft()
+                outcome, well = ask([ours for ours, _ in pipes], case)
+                yield case, outcome
             for process in processes:
                 process.kill()
                 process.join()
-        cases = cases[done:]
 
 
-def _collect(
-    cases: list[Case], outcomes: Any, processes: list[Any]
-) -> Generator[tuple[Case, str], None, int]:
-    """Outcomes as the ranks tell them; returns how many cases are done."""
-    heard: dict[int, dict[int, str]] = {case["index"]: {} for case in cases}
-    silent, parted = 0, False
-    for done, case in enumerate(cases):
-        told = heard[case["index"]]
-        while len(told) < len(processes):
-            try:
-                rank, index, outcome, well = outcomes.get(timeout=1)
-            except queue.Empty:
-                silent += 1
-                if silent <= 2 * PATIENCE and any(p.is_alive() for p in processes):
-                    continue
-                yield case, f"the ranks lost each other; {_said(told)}"
-                return done + 1
-            heard[index][rank] = outcome
-            parted |= not well
-            silent = 0
-        wrong = {rank: outcome for rank, outcome in told.items() if outcome not in FINE}
-        yield case, _said(wrong) if wrong else told[0]
-        if parted:
-            return done + 1
-    return len(cases)
+def ask(ranks: list[Connection], case: Case) -> tuple[str, bool]:
+    """A case's outcome on all ranks, and whether these can go on together."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):  # if it died
+            rank.send(case)
+    told: list[tuple[str, bool]] = []
+    for rank in ranks:
+        try:
+            told.append(rank.recv() if rank.poll(2 * PATIENCE) else ("no answer", False))
+        except (EOFError, OSError):
+            told.append(("it died", False))
+    wrong = [f"rank {n}: {outcome}" for n, (outcome, _) in enumerate(told) if outcome not in FINE]
+    return "; ".join(wrong) or told[0][0], all(well for _, well in told)
 
 
-def _said(told: dict[int, str]) -> str:
-    return "; ".join(f"rank {rank}: {outcome}" for rank, outcome in sorted(told.items()))
-
-
-def _work(rank: int, cases: list[Case], folder: str, device: str, outcomes: Any) -> None:
-    """A rank: all cases, one after another, until one parts the ranks."""
+def _work(rank: int, world: int, folder: str, device: str, connection: Connection) -> None:
+    """A rank: one case after another, until it is killed."""
     torch.set_num_threads(1)
-    world = cases[0]["ranks"]
     store = dist.FileStore(f"{folder}/store", world)
     patience = timedelta(seconds=PATIENCE)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-    for case in cases:
-        outcome, well = attempt(case, rank, device)
-        outcomes.put((rank, case["index"], outcome, well))
-        if not well:
-            break
-    outcomes.close()
-    outcomes.join_thread()
-    os._exit(0)  # without waiting for ranks that are gone
+    while True:
+        connection.send(attempt(connection.recv(), rank, device))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from machinery import truth
@@ -22,7 +21,6 @@ class Contender:
     """One implementation. `load` imports its libraries; `needs`: a package that may be missing."""
 
     name: str
-    summary: str
     load: Callable[[], LossFunction]
     needs: tuple[str, str] | None = None  #: (module, what pip calls it)
     cuda: bool = False  #: runs on CUDA only
@@ -45,13 +43,6 @@ class Loss:
     truth: Callable[..., truth.Truth]
     work: int  #: multiplications and additions, forward and backward, in units of m n d
     bias: float | None = None  #: of the logits, where the loss takes one
-
-
-def two_products(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Separate products for the logits of each direction, with scaled features."""
-    images, texts = scale * x @ y.T, scale * y @ x.T
-    labels = torch.arange(len(x), device=x.device)
-    return (F.cross_entropy(images, labels) + F.cross_entropy(texts, labels)) / 2
 
 
 def _megabatch() -> LossFunction:
@@ -176,34 +167,20 @@ def by_name(*contenders: Contender) -> dict[str, Contender]:
 CLIP = Loss(
     "clip",
     by_name(
-        Contender("megabatch", "megabatch.ClipLoss: tiles, no matrix", _megabatch),
-        Contender("megabatch-compiled", "under torch.compile", compiled(_megabatch), cuda=True),
-        Contender("megabatch-graph", "compiled to CUDA graphs", _graph(_megabatch), cuda=True),
-        Contender(
-            "megabatch-captured", "in a CUDA graph each way", captured(_megabatch), cuda=True
-        ),
-        Contender("dense", "one matrix, two cross-entropies", _dense),
-        Contender("dense-compiled", "under torch.compile", compiled(_dense), cuda=True),
-        Contender("dense-graph", "compiled to CUDA graphs", _graph(_dense), cuda=True),
-        Contender(
-            "dense-captured",
-            "compiled, in a CUDA graph each way",
-            captured(compiled(_dense)),
-            cuda=True,
-        ),
-        Contender("openclip", "open_clip.ClipLoss", _openclip, ("open_clip", "open_clip_torch")),
-        Contender("inf-cl", "one sweep a direction", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),
-        Contender("memeff", "stable=False", _memeff, ("memeff", "memeff"), cuda=True),
-        Contender(
-            "liger",
-            "linear cross-entropy, twice",
-            _liger,
-            ("liger_kernel", "liger-kernel"),
-            cuda=True,
-        ),
+        Contender("megabatch", _megabatch),
+        Contender("megabatch-compiled", compiled(_megabatch), cuda=True),
+        Contender("megabatch-graph", _graph(_megabatch), cuda=True),
+        Contender("megabatch-captured", captured(_megabatch), cuda=True),
+        Contender("dense", _dense),
+        Contender("dense-compiled", compiled(_dense), cuda=True),
+        Contender("dense-graph", _graph(_dense), cuda=True),
+        Contender("dense-captured", captured(compiled(_dense)), cuda=True),
+        Contender("openclip", _openclip, ("open_clip", "open_clip_torch")),
+        Contender("inf-cl", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),
+        Contender("memeff", _memeff, ("memeff", "memeff"), cuda=True),
+        Contender("liger", _liger, ("liger_kernel", "liger-kernel"), cuda=True),
         Contender(
             "cut-cross-entropy",
-            "linear cross-entropy, twice, no filter",
             _cut_cross_entropy,
             ("cut_cross_entropy", "cut-cross-entropy"),
             cuda=True,
@@ -212,6 +189,3 @@ CLIP = Loss(
     truth.clip,
     work=8,  # the matrix 2, the matrix again 2, its two products with the features 2 each
 )
-
-#: By name; the scripts in benchmarks/ add further ones.
-LOSSES = {CLIP.name: CLIP}

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from machinery import exact, truth
+from machinery import exact
 from machinery.contenders import (
-    LOSSES,
+    CLIP,
     Contender,
     Loss,
     LossFunction,
@@ -210,11 +210,11 @@ def _loss(
     general: LossFunction | None = None,
 ) -> Loss:
     made = [
-        Contender("megabatch", f"megabatch's {name}", lambda: ours),
-        Contender("dense", "the whole matrix", lambda: dense),
+        Contender("megabatch", lambda: ours),
+        Contender("dense", lambda: dense),
     ]
     if general is not None:
-        made.append(Contender("general", "megabatch, all tiles", lambda: general))
+        made.append(Contender("general", lambda: general))
     return Loss(name, {contender.name: contender for contender in made}, truth, work)
 
 
@@ -292,18 +292,10 @@ def _siglip_kernel() -> LossFunction:
 SIGLIP = Loss(
     "siglip",
     by_name(
-        Contender("megabatch", "megabatch.SigLipLoss: one sweep", _megabatch_siglip),
-        Contender("dense", "one matrix", lambda: dense_siglip),
-        Contender(
-            "dense-compiled", "under torch.compile", compiled(lambda: dense_siglip), cuda=True
-        ),
-        Contender(
-            "siglip-kernel",
-            "strips, matrix products and a kernel",
-            _siglip_kernel,
-            ("siglip_kernel", "siglip-kernel"),
-            cuda=True,
-        ),
+        Contender("megabatch", _megabatch_siglip),
+        Contender("dense", lambda: dense_siglip),
+        Contender("dense-compiled", compiled(lambda: dense_siglip), cuda=True),
+        Contender("siglip-kernel", _siglip_kernel, ("siglip_kernel", "siglip-kernel"), cuda=True),
     ),
     exact.siglip,
     work=6,  # no second matrix: a pair's gradient needs no sum over others
@@ -313,71 +305,12 @@ SIGLIP = Loss(
 LOGSUMEXP = Loss(
     "logsumexp",
     by_name(
-        Contender("megabatch", "megabatch.similarity.logsumexp", _megabatch_logsumexp),
-        Contender("dense", "one matrix", _dense_logsumexp),
+        Contender("megabatch", _megabatch_logsumexp),
+        Contender("dense", _dense_logsumexp),
     ),
     exact.logsumexp,
     work=8,
 )
 
-# --- CLIP's loss in blocks of several sizes, and in two sweeps ------------------------------------
-
-
-def _in_workspace(mebibytes: int) -> Callable[[], LossFunction]:
-    """ClipLoss with a workspace of this size: blocks of the matrix in half precision fill it."""
-
-    def load() -> LossFunction:
-        from megabatch import ClipLoss
-        from megabatch.similarity import set_workspace
-
-        loss = ClipLoss()
-
-        def bounded(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-            before = set_workspace(mebibytes << 20)
-            try:
-                value = loss(x, y, scale)  # whose backward pass has the same workspace
-            finally:
-                set_workspace(before)
-            assert isinstance(value, Tensor)
-            return value
-
-        return bounded
-
-    return load
-
-
-def _dense_clip() -> LossFunction:
-    from megabatch.similarity.dense import clip_loss
-
-    return clip_loss
-
-
-def _two_sweeps(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-    """Each direction by a loss of its own."""
-    from megabatch import InfoNCELoss
-
-    loss = InfoNCELoss(1.0)
-    made: Tensor = (loss(x, y, temperature=1 / scale) + loss(y, x, temperature=1 / scale)) / 2
-    return made
-
-
-#: MiB: blocks of 2,048, 4,096, 8,192, 16,384 (the default on GPUs) and 32,768 rows.
-WORKSPACES = (8, 32, 128, 512, 2048)
-
-TILING = Loss(
-    "clip-tiling",
-    by_name(
-        *(
-            Contender(f"workspace {size} MiB", "blocks fill it", _in_workspace(size))
-            for size in WORKSPACES
-        ),
-        Contender("two sweeps", "a loss for each direction", lambda: _two_sweeps),
-        Contender("dense-compiled", "one block", compiled(_dense_clip), cuda=True),
-    ),
-    truth.clip,
-    work=8,
-)
-
-# Cases find losses by name.
-LOSSES.update(FAMILY)
-LOSSES.update({loss.name: loss for loss in (SIGLIP, LOGSUMEXP, TILING)})
+#: All losses, by which cases name them.
+LOSSES = {loss.name: loss for loss in (CLIP, SIGLIP, LOGSUMEXP, *FAMILY.values())}

@@ -86,16 +86,6 @@ in_rounds = functools.partial(gathering_up_to, settings.DEFAULT_GATHER - 1)
 
 
 @contextlib.contextmanager
-def in_columns(number: int) -> Iterator[None]:
-    """As a grid of ranks with so many columns."""
-    before = settings.set_grid(number)
-    try:
-        yield
-    finally:
-        settings.set_grid(before)
-
-
-@contextlib.contextmanager
 def without_transfers() -> Iterator[None]:
     """The same computation without transfers: a rank processes its own shard repeatedly.
 
@@ -139,23 +129,6 @@ def _clip(team: Team) -> LossFunction:
 
 def _clip_captured(team: Team) -> LossFunction:
     return captured(functools.partial(_clip, team))()
-
-
-def _clip_unequal(team: Team) -> LossFunction:
-    """Every second rank has one row less, so that shards differ in size."""
-    loss, less = _clip(team), team.rank % 2
-
-    def unequal(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        return loss(x[less:], y[less:], scale)
-
-    return unequal
-
-
-def _nt_xent(team: Team) -> LossFunction:
-    from megabatch import NTXentLoss
-
-    loss = NTXentLoss(1.0, group=team.group)
-    return lambda x, y, scale: loss(x, y, temperature=1 / scale)
 
 
 def _siglip(team: Team) -> LossFunction:
@@ -277,20 +250,4 @@ PARALLEL: dict[str, dict[str, Contender]] = {
             _siglip_kernel, needs=("siglip_kernel", "siglip-kernel"), cuda=True, own_processes=True
         ),
     },
-}
-
-_grids = {f"megabatch-{n}-columns": functools.partial(in_columns, n) for n in (1, 2, 4, 8)}
-
-#: Further schedules, by loss and contender, which benchmarks/turns.py compares.
-SCHEDULES: dict[str, dict[str, Contender]] = {
-    "clip": {
-        **{name: Contender(_clip, around) for name, around in _grids.items()},
-        "unequal": Contender(_clip_unequal),
-        "nt-xent": Contender(_nt_xent),
-        **{
-            f"nt-xent-{n}-columns": Contender(_nt_xent, functools.partial(in_columns, n))
-            for n in (1, 2)
-        },
-    },
-    "siglip": {name: Contender(_siglip, around) for name, around in _grids.items()},
 }

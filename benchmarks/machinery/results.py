@@ -1,4 +1,4 @@
-"""The result of one measurement, and the record of several."""
+"""The result of one measurement, and its record."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 from machinery import step
 from machinery.inputs import Case
@@ -17,7 +16,7 @@ _TIMES = 21
 
 @dataclass
 class Result:
-    """The result of one process. `status`: ok, wrong, out of memory, failed; `note`: the reason."""
+    """The result of a case. `status`: ok, wrong, out of memory, failed; `note`: the reason."""
 
     status: str
     note: str = ""
@@ -39,7 +38,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Record:
-    """One contender at one size, over all rounds. See benchmarks/README.md for the fields."""
+    """One contender at one size. See benchmarks/README.md for the fields."""
 
     contender: str
     loss: str
@@ -68,20 +67,17 @@ class Record:
     times_ms: tuple[float, ...]
 
 
-def combine(case: Case, results: Sequence[Result], work: int, n_devices: int = 1) -> Record:
-    """Combine the rounds of a case: median time, mean product rate, maximum of the rest.
+def record(case: Case, result: Result, work: int, n_devices: int = 1) -> Record:
+    """The record of a case: the median time, the mean product rate.
 
     Args:
-        case, results: the case and one result per round.
+        case, result: what was measured.
         work: operations that no implementation avoids, in units of b²d; the forward pass takes 2.
-        n_devices: that shared the work, each with the product rate of the results.
+        n_devices: that shared the work, each with the product rate of the result.
     """
-    times = tuple(t for result in results for t in result.times_ms)
-    rates = [rate for result in results for rate in result.product_rates]
-    bad = next((result for result in results if result.status != "ok"), None)
-    measured = bool(times) and (bad is None or bad.status == "wrong")
-    ms = statistics.median(times) if measured else None
-    rate = statistics.fmean(rates) if measured else None
+    measured = bool(result.times_ms) and result.status in ("ok", "wrong")
+    ms = statistics.median(result.times_ms) if measured else None
+    rate = statistics.fmean(result.product_rates) if measured else None
     fraction = None
     if ms is not None and rate is not None:
         operations = (work if case.backward else 2) * case.b * (case.n or case.b) * case.d
@@ -89,24 +85,20 @@ def combine(case: Case, results: Sequence[Result], work: int, n_devices: int = 1
     return Record(
         **asdict(case),
         n_devices=n_devices,
-        status="ok" if bad is None else bad.status,
-        note="" if bad is None else bad.note,
+        status=result.status,
+        note=result.note,
         ms=ms,
         fraction=fraction,
-        extra_bytes=_largest(results, "extra_bytes") if measured else None,
-        max_row_error=_largest(results, "max_row_error"),
-        loss_error=_largest(results, "loss_error"),
-        scale_gradient_error=_largest(results, "scale_gradient_error"),
+        extra_bytes=result.extra_bytes if measured else None,
+        max_row_error=result.max_row_error,
+        loss_error=result.loss_error,
+        scale_gradient_error=result.scale_gradient_error,
         product_tflops=None if rate is None else rate / 1e12,
-        queued_ms=_largest(results, "queued_ms") if measured else None,
-        seconds=_largest(results, "seconds"),
-        repetitions=len(times),
-        times_ms=_few(times),
+        queued_ms=result.queued_ms if measured else None,
+        seconds=result.seconds,
+        repetitions=len(result.times_ms),
+        times_ms=_few(tuple(result.times_ms)),
     )
-
-
-def _largest(results: Sequence[Result], name: str) -> Any:
-    return max((v for r in results if (v := getattr(r, name)) is not None), default=None)
 
 
 def _few(times: tuple[float, ...]) -> tuple[float, ...]:

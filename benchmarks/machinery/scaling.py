@@ -340,7 +340,7 @@ class ScalingRecord(results.Record):
 
 def record(trial: Trial, result: ScalingResult) -> ScalingRecord:
     """The record of one trial, without the comparisons of `compare`."""
-    one = results.combine(trial.case, [result], LOSSES[trial.case.loss].work, trial.n)
+    one = results.record(trial.case, result, LOSSES[trial.case.loss].work, trial.n)
     return ScalingRecord(
         **asdict(one),
         host_ms=result.host_ms,

@@ -10,15 +10,10 @@ import torch
 from torch import Tensor
 
 from machinery import truth
-from machinery.contenders import LOSSES, LossFunction
+from machinery.contenders import LossFunction
+from machinery.family import LOSSES
 from machinery.inputs import Case, features
-
-#: A larger relative error of a gradient's row cannot be rounding: it is another loss. Dense losses,
-#: which round their logits to the features' dtype, stay below.
-SANE = {"float64": 1e-8, "float32": 2e-2, "bfloat16": 0.3, "float16": 0.1}
-
-#: Loss scale, as gradients would underflow in float16; GradScaler's initial value.
-LOSS_SCALE = {"float16": 65_536.0}
+from megabatch.benchmarking.measure import LOSS_SCALE, SANE
 
 
 class Inputs(NamedTuple):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import queue
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(threads)
     content = json.loads(output.read_text())
     assert content["command"] == "python fuzz.py --cases=150 --ranks=1 --output=fuzz.json"
-    assert {"date", "machine", "versions"} <= set(content)
+    assert {"date", "machine", "versions", "sources"} <= set(content)
     assert content["cases"] == 150
     assert content["failed"] == 0
     assert content["failures"] == []
@@ -80,46 +80,26 @@ def test_a_failure_is_recorded_with_its_configuration(
     assert json.dumps([case], indent=1) in capsys.readouterr().out
 
 
-def test_processes_share_the_cases(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import fuzz
-
-    start_server()
-    contents = []
-    for processes in (1, 3):
-        output = tmp_path / f"{processes}.json"
-        words = ["--cases=40", "--ranks=1", f"--processes={processes}", f"--output={output}"]
-        monkeypatch.setattr(sys, "argv", ["fuzz.py", *words])
-        threads = torch.get_num_threads()
-        try:
-            assert fuzz.main() == 0
-        finally:
-            torch.set_num_threads(threads)
-        contents.append(json.loads(output.read_text()))
-    for key in ("seed", "cases", "failed", "undecided", "records", "failures"):
-        assert contents[0][key] == contents[1][key], key
-    monkeypatch.setattr(sys, "argv", ["fuzz.py", "--processes=0"])
-    with pytest.raises(SystemExit):
-        fuzz.main()
-    assert "--processes: expected a positive number, got 0" in capsys.readouterr().err
+def attempt_but_4(case: Any, rank: int, device: str) -> tuple[str, bool]:
+    if case["index"] == 4:
+        os._exit(3)
+    return "", True
 
 
-def die_at_4(cases: list[Any], device: str, connection: Any) -> None:
-    for case in cases:
-        if case["index"] == 4:
-            os._exit(3)
-        connection.send("")
-
-
-def test_a_process_that_dies_loses_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     from fuzzing import groups
+    from fuzzing.cases import draw
 
     start_server()
-    monkeypatch.setattr(groups, "_tell_outcomes", die_at_4)
-    cases: list[Any] = [{"index": index, "ranks": 1} for index in range(7)]
-    found = {case["index"]: outcome for case, outcome in groups.run_in_processes(cases, "cpu", 2)}
-    assert found == dict.fromkeys(range(7), "") | {4: "the process ended with exit code 3"}
+    cases = [draw(1, index, DTYPES, 1) for index in range(20)]
+    found = [*groups.run_in_processes(cases, "cpu", 2)]
+    assert sorted(case["index"] for case, _ in found) == [*range(20)]
+    assert {outcome for _, outcome in found} <= {"", "undecided"}
+    monkeypatch.setattr(groups, "attempt", attempt_but_4)
+    alone = groups.run_in_processes(cases, "cpu", 1)
+    told = {case["index"]: outcome for case, outcome in alone}
+    assert [told[index] for index in range(4)] == [""] * 4
+    assert all("terminated abruptly" in told[index] for index in range(4, 20))
 
 
 def test_low_precisions_on_the_cpu() -> None:
@@ -223,49 +203,25 @@ def test_a_wrong_gradient_is_seen(leaf: str, monkeypatch: pytest.MonkeyPatch) ->
     assert f"gradient of {leaf}" in outcome
 
 
-class Ranks:
-    """Of a group, all there or all gone."""
-
-    def __init__(self, alive: bool) -> None:
-        self.alive = alive
-
-    def is_alive(self) -> bool:
-        return self.alive
-
-
 @pytest.mark.parametrize(
-    ("told", "alive", "expected", "done"),
+    ("answers", "expected"),
     [
-        (
-            [(0, 0, "", True), (1, 0, "", True), (0, 1, "undecided", True), (1, 1, "", True)],
-            True,
-            [(0, ""), (1, "undecided")],
-            2,
-        ),
-        (
-            [(1, 0, "off", True), (0, 0, "", True), (1, 1, "", True), (0, 1, "", True)],
-            True,
-            [(0, "rank 1: off"), (1, "")],
-            2,
-        ),
-        ([(0, 0, "lost", False), (1, 0, "raised", False)], False, [(0, "rank 0: lost")], 1),
-        ([(0, 0, "", True)], False, [(0, "the ranks lost each other; rank 0: ")], 1),
+        ([("undecided", True), ("", True)], ("undecided", True)),
+        ([("", True), ("off", True)], ("rank 1: off", True)),
+        ([("raised", False), ("", True)], ("rank 0: raised", False)),
+        ([None, ("", True)], ("rank 0: it died", False)),
     ],
 )
-def test_what_ranks_tell(told: Any, alive: bool, expected: Any, done: int) -> None:
-    from fuzzing.groups import _collect
+def test_what_ranks_tell(answers: list[Any], expected: tuple[str, bool]) -> None:
+    from fuzzing.groups import ask
 
-    outcomes: Any = queue.Queue()
-    for item in told:
-        outcomes.put(item)
-    collected = _collect([{"index": 0}, {"index": 1}], outcomes, [Ranks(alive)] * 2)
-    ended: list[int] = []
+    pipes = [multiprocessing.Pipe() for _ in answers]
+    for answer, (_, theirs) in zip(answers, pipes, strict=True):
+        theirs.send(answer) if answer else theirs.close()
+    assert ask([ours for ours, _ in pipes], {"index": 0}) == expected
 
-    def follow() -> Any:
-        ended.append((yield from collected))
 
-    for (case, outcome), (index, wanted) in zip(list(follow()), expected, strict=True):
-        assert case["index"] == index
-        assert outcome.startswith(wanted)
-        assert bool(outcome) == bool(wanted)
-    assert ended == [done]  # those that remain go to a new group
+@pytest.mark.concurrency
+def test_groups_of_ranks() -> None:
+    cases = some(3, lambda case: case["ranks"] == 2)
+    assert set(outcomes(cases)) <= {"", "undecided"}

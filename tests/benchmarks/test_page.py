@@ -113,7 +113,7 @@ def test_figures_in_the_text() -> None:
 
 def test_sources() -> None:
     lines = page.sources(FILES).splitlines()
-    assert lines[5:] == [
+    assert lines[6:] == [
         "- [a](../benchmarks/results/a.json): 2 x H, 2026-01-02, `measure.py`",
         "- [b](../benchmarks/results/b.json): a script that was not kept",
     ]

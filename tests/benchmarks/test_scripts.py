@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import runpy
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import single_gpu
 from tests import programs
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
@@ -68,23 +68,10 @@ def test_losses_are_measured(tmp_path: Path) -> None:
     assert "3 records" in shown
 
 
-def test_blocks_of_several_sizes_are_measured(tmp_path: Path) -> None:
-    output = tmp_path / "tiling.json"
-    run("tiling.py", "--smallest", "--device=cpu", "--only=1", f"--output={output}")
-    records = json.loads(output.read_text())["records"]
-    found = {r["contender"]: r["status"] for r in records}
-    assert found.pop("dense-compiled") == "skipped"
-    assert len(found) == 6
-    assert set(found.values()) == {"ok"}
-
-
 def test_the_plan_covers_what_is_promised() -> None:
-    listed = run("single_gpu.py", "--list").splitlines()
-    for words in ("b=65536, d=512,", "b=65536, d=1024,", "b=1048576, d=768,", "b=4194304, d=512,"):
-        assert any(words in line for line in listed), words
-    first = listed[0]
-    assert "b=65536, d=768, scale=14.3" in first
-    assert "bfloat16" in first
+    sizes = [(group.case.b, group.case.d) for group in single_gpu.groups()]
+    assert {(65_536, 512), (65_536, 1024), (1_048_576, 768), (4_194_304, 512)} <= {*sizes}
+    assert sizes[0] == (65_536, 768)
 
 
 def test_exactness(tmp_path: Path) -> None:
@@ -102,7 +89,6 @@ def test_exactness(tmp_path: Path) -> None:
 
 
 @pytest.mark.concurrency
-@pytest.mark.concurrency
 def test_the_loaders_rate_and_the_trainers_wait_are_measured(tmp_path: Path) -> None:
     output = tmp_path / "rate.json"
     words = "--images=64", "--size=64", "--workers=1", "--resize=pillow", "--seconds=0"
@@ -119,74 +105,6 @@ def test_the_loaders_rate_and_the_trainers_wait_are_measured(tmp_path: Path) -> 
     assert trained["kind"] == "training"
     assert len(trained["data_waits"]) == 2
     assert trained["data_wait"] == trained["data_waits"][-1]
-
-
-def test_late_decoding_gives_the_same_images(tmp_path: Path) -> None:
-    output = tmp_path / "late.json"
-    words = "--batch-sizes=4", "--undecoded=8", "--micro-batch-size=2", "--workers=1"
-    run("late_decoding.py", *words, f"--output={output}")
-    early, late, undecoded = json.loads(output.read_text())["records"]
-    assert (early["decode"], late["decode"], undecoded["decode"]) == ("early", "late", "late")
-    assert early["sum"] == late["sum"] != 0  # of all images, twice: augmented alike
-    assert (undecoded["b"], undecoded["passes"], undecoded["sum"]) == (8, 0, 0)
-    assert 5_000 < late["file_bytes"] < 100_000
-    assert min(r["peak_bytes"] for r in (early, late, undecoded)) > 0
-
-
-@pytest.mark.concurrency
-def test_handshakes_by_sockets_and_by_gloo(tmp_path: Path) -> None:
-    output = tmp_path / "h.json"
-    run("handshake.py", "--calls=20", f"--output={output}")
-    content = json.loads(output.read_text())
-    assert content["kinds"] == {"sockets": "SocketChannel", "gloo": "GlooChannel"}
-    assert content["processes"] == 2
-    times = content["microseconds"]
-    assert all(0 < t["min"] <= t["median"] <= t["max"] for t in times.values())
-
-
-@pytest.mark.concurrency
-def test_steps_on_two_hosts(tmp_path: Path) -> None:
-    output = tmp_path / "h.json"
-    words = "--only=speeds", "--ranks-per-host=1", "--rows=32", "--width=8", "--repetitions=1"
-    script = str(SCRIPTS / "two_hosts.py")
-    ended = programs.run([script, *words, "--late=0", f"--output={output}", "--speeds"])
-    if ended.returncode == 77:
-        pytest.skip(ended.stderr)
-    assert ended.returncode == 0, ended.stderr
-    joined, errors, shapes, link, *steps = json.loads(output.read_text())["records"]
-    assert len(joined["joined_s"]) == 2
-    assert max(errors["row_error"].values()) < 1e-5
-    # One rank a host: no grid but that of a mesh.
-    assert shapes["grids"] == {"default": [1, 1], "grid of a mesh": [2, 1], "gathered": [1, 1]}
-    assert (link["mbit"], link["channel"]) == (None, "GlooChannel")
-    assert min(link["measured_mbit"], link["handshake_us"]) > 0
-    schedules = {step["schedule"]: step for step in steps}
-    assert schedules.keys() == {*errors["row_error"], "no transfers"}
-    assert all(step["ms"] > 0 for step in steps)
-    least = 2 * 32 * 8 * 4  # the other host's features and a gradient
-    assert (
-        schedules["default"]["received_bytes"] > schedules["no transfers"]["received_bytes"] + least
-    )
-
-
-def test_two_hosts_say_so_if_they_cannot_be_made() -> None:
-    ended = programs.run([str(SCRIPTS / "two_hosts.py")], {**os.environ, "PATH": ""})
-    assert ended.returncode == 77
-    assert ended.stdout == ""
-    assert ended.stderr == (
-        "two_hosts.py: no two hosts can be made here: the command unshare is missing\n"
-    )
-
-
-def test_ranking_both_ways(tmp_path: Path) -> None:
-    output = tmp_path / "r.json"
-    words = "--rows", "250", "20", "--width=8", "--device=cpu"
-    run("ranking.py", *words, f"--output={output}")
-    made = json.loads(output.read_text())["records"]
-    names = ["ranks", "ranks, ids", "topk 1", "topk 10", "topk 50", "topk 200", "topk 10, ids"]
-    assert [r["function"] for r in made if r["rows"] == 250] == names
-    assert {"topk 50", "topk 200"}.isdisjoint(r["function"] for r in made if r["rows"] == 20)
-    assert all(r["different"] == 0 and r["ms"] > 0 and r["blocks_ms"] > 0 for r in made)
 
 
 def tiny_clip(folder: Path) -> tuple[str, str]:
@@ -227,39 +145,6 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
         ("openclip", 24),
     ]
     assert records[3]["settings"] == {**first[0]["settings"], "trim_texts": False}
-
-
-def test_the_papers_tables(tmp_path: Path) -> None:
-    output = tmp_path / "paper-tables.json"
-    common = (*tiny_clip(tmp_path), "--device=cpu", "--no-compile", "--micro-batch-size=2")
-    words = (*common, "--whole=8", f"--output={output}", "--batch-sizes")
-    run("paper_tables.py", *words, "8", "32")
-    found = json.loads(output.read_text())["records"]
-    assert all(r["status"] == "ok" and r["seconds"] > 0 for r in found)
-    lines = [(r["measured"], r["contender"], r["inputs"], r["b"]) for r in found]
-    steps = ("megabatch", "host"), ("openclip", "device"), ("megabatch", "device")
-    assert lines == [
-        *(("step", *line, b) for line in steps for b in (8, 32)),
-        *(("loss", name, "device", b) for name in ("megabatch", "openclip") for b in (8, 32)),
-    ]
-    real = {(r["b"], r["extrapolated"], r["real_micro_batches"]) for r in found[:6]}
-    assert real == {(8, False, 4), (32, True, 6)}
-    assert run("paper_tables.py", *words, "8", "32", "--list") == ""  # nothing is missing
-    listed = run("paper_tables.py", *words, "8", "64", "--list", "--contenders=openclip")
-    assert listed.splitlines() == [
-        "('step', 'openclip', 'device', 'tiny-clip', 1, 64)",
-        "('loss', 'openclip', 'device', 'tiny-clip', 1, 64)",
-    ]
-
-
-def test_towers_alone(tmp_path: Path) -> None:
-    output = tmp_path / "towers.json"
-    words = "--micro-batch-sizes=4", "--lengths=16", "--compiled=0", "--seconds=0"
-    run("towers.py", *tiny_clip(tmp_path), *words, f"--output={output}", "--device=cpu")
-    twice, once = json.loads(output.read_text())["records"]
-    assert (twice["contender"], once["contender"]) == ("twice", "once")
-    assert (once["b"], once["tokens"], once["compiled"]) == (4, 16, False)
-    assert min(twice["pairs_a_second"], once["pairs_a_second"]) > 0
 
 
 @pytest.mark.concurrency

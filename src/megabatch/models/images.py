@@ -63,8 +63,7 @@ class PixelNormalization(nn.Module):
     """It computes torchvision's ToTensor and Normalize; a module, so that it can be compiled.
 
     As four kernels, which read and write 29 bytes for each number, it takes 3.27 ms for 2,048
-    images of 224 x 224 pixels on an H200; compiled, as one kernel, 0.38 ms
-    (benchmarks/results/patches.json).
+    images of 224 x 224 pixels on an H200; compiled, as one kernel, 0.38 ms.
     """
 
     mean: Tensor
@@ -117,8 +116,8 @@ class PatchConvolution(nn.Conv2d):
     """A convolution of patches that do not overlap; in half precision, a matrix product.
 
     On an H200 the forward and backward pass of 2,048 images' patches of 32 x 32 pixels take 34.1 ms
-    as a convolution in bfloat16 (28 TFLOP/s) and 2.24 ms as a product, the patches' copy included
-    (benchmarks/results/patches.json). In float32 convolutions may use TF32 where products do not.
+    as a convolution in bfloat16 (28 TFLOP/s) and 2.24 ms as a product, the patches' copy included.
+    In float32 convolutions may use TF32 where products do not.
     """
 
     def forward(self, images: Tensor) -> Tensor:

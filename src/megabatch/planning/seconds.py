@@ -116,7 +116,7 @@ def loss_transfers(
     Ranks form a grid as the library chooses it. A rank gathers the rows that it shares before it
     computes, and columns round by round, in both passes if there are several; the gradients of all
     of these are summed in float32. Transfers of a round are hidden by the computation of others.
-    `benchmarks/simulation.py` compares this with a simulation of every transfer. Transfers of
+    A test compares this with times of a simulation of every transfer. Transfers of
     losses of x against itself, or with hard negatives, are not counted: 0.
     """
     if machine.count == 1 or not counts_transfers(config):

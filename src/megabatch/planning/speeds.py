@@ -11,15 +11,15 @@ from typing import NamedTuple
 class Speeds:
     """The speeds of one of the GPUs of a run, per second; by default those of an H200.
 
-    Those of the loss are fitted by `benchmarks/simulation.py`, those of the encoders by
-    `benchmarks/plan_check.py`.
+    Those of the loss and of transfers are fitted to records of benchmarks/single_gpu.py and
+    benchmarks/scaling.py, those of the encoders by benchmarks/plan_check.py.
 
     Attributes:
         products: operations of large matrix products. memory: bytes of its memory.
         nvlink: bytes that it receives from GPUs of its host in a collective; network: from other
             hosts, its share of their network cards; host_link: from its host.
         encoders: share of `products` that the encoders' matrix products and attention reach.
-        convolutions: share of it that convolutions reach, by patches of images (patches.json).
+        convolutions: share of it that convolutions reach, by patches of images.
         kernel: seconds of each kernel in addition: its launch, and its tail, in which
             multiprocessors idle.
         separate: share of `memory` that kernels reach which torch.compile does not fuse.

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
+import scaling as script
 from machinery import scaling
 from machinery.inputs import Case, features
 from machinery.parallel import PARALLEL, shard, without_transfers
@@ -84,20 +84,20 @@ def test_transfers_come_back_after_a_trial_without() -> None:
 
 
 def test_all_trials_have_a_contender_and_a_size() -> None:
-    listed = run("scaling.py", "--list", "--gpus=1,2,4,8").splitlines()
+    cases = [trial.case for trial in script.plan([1, 2, 4, 8], smallest=False)]
     for b in (16_384, 65_536, 262_144, 1_048_576):
-        assert sum(f"b={b}," in line and "'megabatch'" in line for line in listed) >= 4
-    assert sum("b=4194304," in line for line in listed) == 1
-    for loss, contenders in PARALLEL.items():
-        for name in contenders:
-            assert any(f"'{loss}', contender='{name}'" in line for line in listed)
+        assert sum((case.b, case.contender) == (b, "megabatch") for case in cases) >= 4
+    assert sum(case.b == 4_194_304 for case in cases) == 1
+    known = {(loss, name) for loss, contenders in PARALLEL.items() for name in contenders}
+    assert {(case.loss, case.contender) for case in cases} == known
 
 
-def _number(listed: list[str], contender: str, n: int) -> int:
+def _number(contender: str, n: int) -> int:
     """Of CLIP's trial with 48 pairs."""
-    about = (f"loss='clip', contender='{contender}'", "b=48,")
-    found = [line.split() for line in listed if all(word in line for word in about)]
-    return next(int(words[0]) for words in found if words[1] == str(n))
+    wanted = ("clip", contender, 48, n)
+    trials = script.plan([1, 2], smallest=True)
+    found = [(one.case.loss, one.case.contender, one.case.b, one.n) for one in trials]
+    return found.index(wanted)
 
 
 @pytest.mark.concurrency
@@ -106,9 +106,8 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     # 48 pairs on 1 and 2 processes, with overlap and without; without transfers; peers.
     wanted = [("megabatch", 1), ("megabatch", 2), ("megabatch-no-overlap", 2)]
     wanted += [("megabatch-no-transfers", 2), ("openclip", 2), ("memeff", 2), ("disco-clip", 2)]
-    listed = run("scaling.py", "--smallest", "--gpus=1,2", "--list").splitlines()
-    only = [f"--only={_number(listed, name, n)}" for name, n in wanted]
-    shown = run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
+    only = [f"--only={_number(name, n)}" for name, n in wanted]
+    run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
     records = json.loads(output.read_text())["records"]
     by = {(r["loss"], r["contender"], r["n_devices"]): r for r in records}
     ours, alone = by["clip", "megabatch", 2], by["clip", "megabatch", 1]
@@ -124,37 +123,8 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
         assert by["clip", peer, 2]["status"] == "ok"
         assert by["clip", peer, 2]["scale_gradient_error"] < 1e-2
     assert by["clip", "memeff", 2]["status"] in ("not installed", "skipped")
-    assert "of ideal" in shown
     run("plots.py", str(output), "--width=16")
     assert (tmp_path / "s.png").exists()
-
-
-@pytest.mark.concurrency
-def test_contenders_take_turns(tmp_path: Path) -> None:
-    output = tmp_path / "t.json"
-    names = ["alone", *(f"megabatch{w}" for w in ("", "-no-transfers", "-1-columns", "-2-columns"))]
-    names += ["unequal", "nt-xent", "nt-xent-2-columns"]
-    words = ["--smallest", "--turns=2", "--contenders", *names, f"--output={output}"]
-    shown = run("turns.py", *words)
-    made = {r["contender"]: r for r in json.loads(output.read_text())["records"]}
-    assert list(made) == names
-    alone, ours = made["alone"], made["megabatch"]
-    assert (alone["n_devices"], alone["of_ideal"], ours["n_devices"]) == (1, None, 2)
-    assert ours["of_ideal"] == pytest.approx(alone["ms"] / 2 / ours["ms"])
-    assert all(len(r["turns_ms"]) == 2 and r["ms"] == r["turns_ms"][1] for r in made.values())
-    assert len(shown.splitlines()) == len(names)
-
-
-def test_turns_names_what_it_cannot_take() -> None:
-    for words, message in (
-        ("--contenders=mine", "--contenders: expected some of alone, disco-clip, .*, got mine"),
-        ("--batch-sizes=7", "--batch-sizes: expected multiples of 2, got 7"),
-        ("--gpus=3", "--gpus: expected 1 to 2, got 3"),
-        ("--turns=0", "--turns, --seconds: expected positive numbers"),
-    ):
-        ended = programs.run([str(SCRIPTS / "turns.py"), "--smallest", words])
-        assert ended.returncode == 2
-        assert re.search(message, ended.stderr)
 
 
 FAILING = f"""

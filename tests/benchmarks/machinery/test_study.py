@@ -1,24 +1,28 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from machinery import study_data
-from machinery.study_data import Pairs, load
-from machinery.study_runs import (
+from machinery import study, study_data
+from machinery.study import (
+    TUNING_SEED,
     InGroups,
     Run,
+    Series,
     batches,
     chance,
     distinct,
     in_parts,
+    pending,
     train_and_evaluate,
-    warmup,
 )
+from machinery.study_data import Pairs, load
 from megabatch.config.objective import create_objective
 from megabatch.training import TrainConfig
 from tests.benchmarks.study_files import write_wordnet
@@ -80,10 +84,6 @@ def test_a_curve_has_the_means_of_equal_parts() -> None:
     assert in_parts([], 32) == []
 
 
-def test_the_warm_up_is_a_share_of_the_run() -> None:
-    assert [warmup(steps) for steps in (3, 128, 4096)] == [1, 12, 409]
-
-
 def test_a_run_learns_and_one_that_diverges_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,3 +102,76 @@ def test_a_run_learns_and_one_that_diverges_says_so(
     diverged = train_and_evaluate(Run("wordnet", "clip", 32, 32, 40, 1e15, 0), data, "fp32")
     assert "tests" not in diverged
     assert "not taken" in diverged["status"]
+
+
+SERIES = Series("icons", "clip", (4, 8, 16), samples=64)
+
+
+def record(run: Run, recall: float | None) -> dict[str, Any]:
+    made = {**vars(run), "seconds": 2.0}
+    return made if recall is None else {**made, "tests": {"validation": {"recall@10": recall}}}
+
+
+def best_at(lr: float) -> Any:
+    """A score that falls with the distance from a learning rate."""
+    return lambda run: 1 / (1 + abs(math.log2(run.lr / lr)))
+
+
+def tuned(series: Series, recall: Any) -> dict[Run, dict[str, Any]]:
+    """The records of all runs that tune."""
+    found: dict[Run, dict[str, Any]] = {}
+    while todo := [run for run in pending([series], 0, found)]:
+        found |= {run: record(run, recall(run)) for run in todo}
+    return found
+
+
+def test_arms_meet_in_the_largest_batch() -> None:
+    assert SERIES.points("negatives") == [(4, 16, 4, 4), (8, 16, 8, 4), (16, 16, 16, 4)]
+    assert SERIES.points("long") == [(4, 8, 4, 8), (8, 8, 8, 8)]  # groups of one have no negatives
+    assert SERIES.points("samples") == [(4, 4, 4, 16), (8, 8, 8, 8), (16, 16, 16, 4)]
+    assert SERIES.points("steps") == [(4, 4, 4, 4), (8, 8, 8, 4), (16, 16, 16, 4)]
+    shapes = SERIES.shapes()
+    assert shapes[0] == (16, 16, 4)
+    assert len(shapes) == len(set(shapes)) == 8
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [(2e-3, 3), (1e-3, 4), (4e-3, 4), (1.6e-2, 6), (2.5e-4, 6)],
+)
+def test_rates_are_tried_until_the_best_is_between_others(best: float, tried: int) -> None:
+    found = tuned(SERIES, best_at(best))
+    for batch, group, steps in SERIES.shapes():
+        if batch == group:
+            rate, todo = SERIES.rate(batch, steps, found)
+            assert (rate, todo) == (pytest.approx(best), [])
+    assert len(found) == 5 * tried  # three sizes at equal samples, two further ones at equal steps
+    assert {run.seed for run in found} == {TUNING_SEED}
+
+
+def test_a_run_that_diverged_is_the_worst_and_rates_have_bounds() -> None:
+    found = tuned(SERIES, lambda run: None if run.lr > 1e-3 else 0.5)
+    rate, _ = SERIES.rate(16, 4, found)
+    assert rate == study.LOWEST_RATE  # equal scores: the lowest
+    rising = tuned(SERIES, lambda run: run.lr)
+    assert SERIES.rate(16, 4, rising)[0] == study.HIGHEST_RATE
+
+
+def test_runs_that_tune_come_first_then_seed_after_seed() -> None:
+    first = pending([SERIES], 2, {})
+    assert len(first) == 3 * 5
+    assert all(run.seed == TUNING_SEED for run in first)
+    found = tuned(SERIES, best_at(2e-3))
+    todo = pending([SERIES], 2, found)
+    assert [(run.batch, run.group, run.steps) for run in todo] == SERIES.shapes() * 2
+    assert [run.seed for run in todo] == [0] * 8 + [1] * 8
+    found |= {run: record(run, 0.1) for run in todo[:9]}
+    assert pending([SERIES], 2, found) == todo[9:]
+
+
+def test_a_size_can_begin_when_its_rate_is_known() -> None:
+    found = tuned(SERIES, best_at(2e-3))
+    del found[next(run for run in found if run.batch == 8)]
+    ready = pending([SERIES], 1, found)
+    assert [run.seed for run in ready].count(TUNING_SEED) == 1
+    assert all(run.batch != 8 or run.steps == 4 for run in ready[1:])

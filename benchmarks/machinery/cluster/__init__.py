@@ -1,1 +1,0 @@
-"""A simulation of losses on up to thousands of GPUs: docs/design/simulation.md."""
