@@ -11,12 +11,13 @@ from typing import Any
 from megabatch.config.file import packaged, read_settings
 from megabatch.config.openclip_options import INSTEAD, VALUES
 from megabatch.config.problems import problems, unnamed
-from megabatch.config.references import SETTINGS, SOURCES, absent, load, refuse_references
+from megabatch.config.references import SETTINGS, SOURCES, absent, refuse_references
 from megabatch.config.resolve import Given, levels, name_defaults, resolve
 from megabatch.config.settings import COMMON, GROUPS, TrainConfig
 from megabatch.errors import UsageError, all_of
 from megabatch.hints import is_reference, option
 from megabatch.models import names, weights
+from megabatch.models.own_code import load
 from megabatch.options import Parser
 
 _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the whole global batch.

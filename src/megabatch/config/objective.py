@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megabatch.losses
-from megabatch.config import references
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
+from megabatch.models import own_code
 
 
 class Objective(nn.Module):
@@ -123,9 +123,9 @@ def create_custom(
             parameters, which the trainer would not train.
     """
     label = f"--loss {reference}"
-    loss = references.call(references.load(reference, "loss"), label, group=group)
+    loss = own_code.call(own_code.load(reference, "loss"), label, group=group)
     if not callable(loss) or isinstance(loss, type):
-        raise UsageError(f"{label}: expected a loss to call, got {references.describe(loss)}")
+        raise UsageError(f"{label}: expected a loss to call, got {own_code.describe(loss)}")
     is_module = isinstance(loss, nn.Module)
     if learnt := [name for name, _ in loss.named_parameters()] if is_module else []:
         raise UsageError(
@@ -134,7 +134,7 @@ def create_custom(
         )
     others = ["logit_scale", "temperature", "logit_bias", "ids"] + ["negatives"] * negatives
     called = loss.forward if is_module else loss
-    takes = references.accepted(called, others, f"{label}: its call", positional=2)
+    takes = own_code.accepted(called, others, f"{label}: its call", positional=2)
     if negatives and "negatives" not in takes:
         raise UsageError(f"--hard-negatives: the call of {label} has no parameter negatives")
     return loss, takes - {"temperature"} if "logit_scale" in takes else takes
@@ -166,10 +166,10 @@ def check_custom(
     except Exception as error:
         lacking = "logit_bias" in objective.takes and not has_bias
         hint = "; the model has no logit_bias (--init-logit-bias gives it one)" if lacking else ""
-        raise UsageError(f"{references.failure(label, error)}{hint}") from error
+        raise UsageError(f"{own_code.failure(label, error)}{hint}") from error
     if not isinstance(value, Tensor) or value.shape != ():
         is_tensor = isinstance(value, Tensor)
-        came = f"one of shape {tuple(value.shape)}" if is_tensor else references.describe(value)
+        came = f"one of shape {tuple(value.shape)}" if is_tensor else own_code.describe(value)
         raise UsageError(f"{label}: expected to return a tensor of shape (), got {came}")
     gradients: Any = (None, None)
     if value.requires_grad:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.config import references
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
 from megabatch.models import (
@@ -18,6 +17,7 @@ from megabatch.models import (
     hf_two_towers,
     names,
     openclip,
+    own_code,
 )
 from megabatch.models import weights as files
 from megabatch.models.hf_folder import read_config
@@ -88,19 +88,18 @@ def _create_own(name: str, weights: Path | None, options: ModelOptions) -> Tower
             the weights are another model's.
     """
     label = f"--model {name}"
-    function = references.load(name, "model")
-    if "options" not in references.accepted(function, ("options",), label):
+    function = own_code.load(name, "model")
+    if "options" not in own_code.accepted(function, ("options",), label):
         given = options.given(*vars(options))
         if given:
             raise UsageError(
                 f"{', '.join(given)}: {label} takes no options; expected a function with the "
                 "parameter options (megabatch.models.ModelOptions)"
             )
-    towers = references.call(function, label, options=options)
+    towers = own_code.call(function, label, options=options)
     if not isinstance(towers, Towers):
         raise UsageError(
-            f"{label}: expected to return megabatch.models.Towers, got "
-            f"{references.describe(towers)}"
+            f"{label}: expected to return megabatch.models.Towers, got {own_code.describe(towers)}"
         )
     _check(towers, label)
     if weights is not None:
@@ -131,7 +130,7 @@ def _check(towers: Towers, label: str) -> None:
     try:
         tokens = towers.tokenizer(["a", "b"])
     except Exception as error:
-        raise references.failure(f"{label}: tokenizer", error) from error
+        raise own_code.failure(f"{label}: tokenizer", error) from error
     right = isinstance(tokens, Tensor) and tokens.dtype == torch.int64 and tokens.dim() == 2
     if not right or len(tokens) != 2:
         wanted = "int64 (n, context_length) for n texts"
@@ -143,4 +142,4 @@ def _kind(value: Any) -> Any:
 
 
 def _wrong(label: str, part: str, expected: str, value: object) -> UsageError:
-    return UsageError(f"{label}: {part}: expected {expected}, got {references.describe(value)}")
+    return UsageError(f"{label}: {part}: expected {expected}, got {own_code.describe(value)}")

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from megabatch.config import references
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
+from megabatch.models import own_code
 from tests.own_parts import WriteModule, user_modules
 
 
@@ -53,8 +53,8 @@ def test_modules_come_from_the_working_directory_and_from_what_is_installed(
 ) -> None:
     assert str(tmp_path) not in sys.path
     write("user_module", "def make(): return 3\n")
-    assert references.load("user_module:make", "loss")() == 3
-    assert references.load("pathlib:Path", "loss") is Path
+    assert own_code.load("user_module:make", "loss")() == 3
+    assert own_code.load("pathlib:Path", "loss") is Path
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_module_or_name_that_cannot_be_used_says_why(
 ) -> None:
     path = write("user_module", source)
     with pytest.raises(UsageError) as caught:
-        references.load(reference, "loss")
+        own_code.load(reference, "loss")
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"--loss {reference}: ")
     if "1 / 0" in source:
@@ -93,15 +93,15 @@ def test_a_call_gets_the_arguments_that_it_has() -> None:
     def anything(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
 
-    assert references.call(two, "--loss m:f", a=1, c=3) == (1, 5)
-    assert references.call(anything, "--loss m:f", a=1) == ((), {})
+    assert own_code.call(two, "--loss m:f", a=1, c=3) == (1, 5)
+    assert own_code.call(anything, "--loss m:f", a=1) == ((), {})
     with pytest.raises(UsageError, match=r"^--loss m:f: it needs a; expected parameters with"):
-        references.call(two, "--loss m:f", b=1)
+        own_code.call(two, "--loss m:f", b=1)
 
 
 def test_an_error_in_a_call_names_its_place() -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    with pytest.raises(UsageError, match=r"^--loss m:f: KeyError: 'x' \(.*test_references.py, "):
-        references.call(fail, "--loss m:f")
+    with pytest.raises(UsageError, match=r"^--loss m:f: KeyError: 'x' \(.*test_own_code.py, "):
+        own_code.call(fail, "--loss m:f")

@@ -1,0 +1,98 @@
+"""The user's own losses and models, `module:name`: imported, and called with what they take."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Collection
+from typing import Any
+
+from megabatch.errors import UsageError, did_you_mean, one_line
+from megabatch.hints import option
+
+
+def load(reference: str, setting: str) -> Any:
+    """Import the callable that a reference names.
+
+    Modules are also found in the working directory, as with `python -m`. It stays on `sys.path`,
+    where worker processes look too.
+
+    Args:
+        reference: `module:name`.
+        setting: the setting that has it, for messages.
+
+    Raises:
+        UsageError: there is no such module or name, importing it fails, or it is not callable.
+    """
+    label = f"{option(setting)} {reference}"
+    module_name, _, name = reference.partition(":")
+    folder = os.getcwd()
+    if folder not in sys.path and "" not in sys.path:
+        sys.path.insert(0, folder)
+    importlib.invalidate_caches()
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        place = f"{label}: importing {module_name}, installed or in {folder}"
+        raise failure(place, error) from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        place = getattr(module, "__file__", None) or "a namespace package"
+        raise UsageError(
+            f"{label}: expected {name} to be a class or a function of {place}, got "
+            + ("no such name" if found is None else describe(found))
+            + did_you_mean(name, set(vars(module)) - {name})
+        )
+    return found
+
+
+def call(found: Any, label: str, **arguments: Any) -> Any:
+    """Call a loaded class or function with the arguments that its signature has.
+
+    Raises:
+        UsageError: it needs others, or it fails.
+    """
+    known = accepted(found, arguments, label)
+    try:
+        return found(**{name: arguments[name] for name in known})
+    except UsageError:
+        raise
+    except Exception as error:
+        raise failure(label, error) from error
+
+
+def accepted(found: Any, names: Collection[str], label: str, *, positional: int = 0) -> set[str]:
+    """The names that a callable has as parameters, after `positional` first ones.
+
+    Raises:
+        UsageError: it needs a parameter of another name.
+    """
+    try:
+        parameters = list(inspect.signature(found).parameters.values())
+    except (TypeError, ValueError):  # written in C
+        parameters = []
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    rest = [p for p in parameters if p.kind not in variadic][positional:]
+    unknown = [p.name for p in rest if p.default is p.empty and p.name not in names]
+    if unknown:
+        raise UsageError(
+            f"{label}: it needs {', '.join(unknown)}; expected parameters with a default, or "
+            f"{' or '.join(names)}"
+        )
+    return {p.name for p in rest} & set(names)
+
+
+def describe(value: object) -> str:
+    """A value's type, with the value if that is short."""
+    text = repr(value)
+    return f"{text} ({type(value).__name__})" if len(text) < 40 else type(value).__name__
+
+
+def failure(label: str, error: Exception) -> UsageError:
+    """The error of the user's code, on one line with its place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return UsageError(f"{label}: {type(error).__name__}: {one_line(error, 400)}{place}")
