@@ -260,9 +260,9 @@ class TrainConfig:
     workers (a second set of as many) decode two micro-batches ahead, in each of a step's two
     passes; for batches that would otherwise not fit the host's memory."""
     image_resize: Literal["pillow", "torch"] = "pillow"
-    """Library that resizes the images of training. pillow: OpenCLIP's pixels, bit for bit. torch: a
-    quarter of the time, with the same crops; few values differ, by at most 3 of 255. For OpenCLIP's
-    transforms."""
+    """Library that resizes the images of training. pillow: OpenCLIP's pixels, bit for bit. torch:
+    less than half of the time, with the same crops; few values differ, by at most 3 of 255. For
+    OpenCLIP's transforms."""
     data_timeout: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 600
     """Seconds to wait for a worker's data before the run stops; 0: no limit."""
     log_every: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 1

@@ -101,7 +101,7 @@ def answers_by_pairs(rows: Tensor, columns: Tensor, m: int, n: int) -> Answers:
 
 
 class Placed(NamedTuple):
-    """Of each row, int64 (m,): its best right column, and the columns that compete with it.
+    """Each row's best right column and the columns that compete with it, int64 (m,) each.
 
     above, equal: the wrong columns that score higher than it, and the same; tied: the right ones
     that score the same, itself included.

@@ -38,8 +38,8 @@ HardnessMode: TypeAlias = Literal["in_batch_negatives", "hard_negatives", "all_n
 class InfoNCELoss(TemperatureLoss):
     """Each query against its own positive, with all other queries' positives as negatives.
 
-    Others can join the same softmax: shared ones, each query's own, a queue, rows of the same
-    tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the loss of
+    Further negatives can join the same softmax: shared ones, each query's own, a queue, rows of
+    the same tower. With `margin=0.1` and `same_tower=("query", "positive")` this is the loss of
     Qwen3-Embedding (arXiv 2506.05176); with `margin=0.0`, the same towers and the features of a
     guide model, GISTEmbed's (arXiv 2402.16829).
 
@@ -63,7 +63,7 @@ class InfoNCELoss(TemperatureLoss):
         hardness_mode: which negatives of a query are weighted, as in sentence-transformers.
             "in_batch_negatives": all except its own (Lan et al. 2025, arXiv 2503.04812).
             "hard_negatives": its own (b, k, d) (Schechter Vera et al. 2025, arXiv 2509.20354).
-            "all_negatives": both. Those that `same_tower` and `reverse` add never are.
+            "all_negatives": both, but none that `same_tower` or `reverse` adds.
         hardness_strength: a >= 0 in the weight e^(a c) of a negative of similarity c, which gets no
             gradient. The papers use 9 and 5.
         label_smoothing: from 0 to below 1; this share of each target is spread evenly over all

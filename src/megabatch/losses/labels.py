@@ -28,7 +28,7 @@ Ids: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class LabelsLoss(TemperatureLoss):
-    """A loss of anchors against all other rows; rows of an anchor's label are its positives."""
+    """A loss of anchors against all other rows; rows with an anchor's label are its positives."""
 
     #: The anchors' losses and weights, (n,) each, of `(x, y, scale, ids)`.
     _losses: Callable[..., tuple[Tensor, Tensor]]
@@ -76,7 +76,7 @@ class LabelsLoss(TemperatureLoss):
 
 
 class SupConLoss(LabelsLoss):
-    """Each anchor against all other rows; the rows of its label are its positives.
+    """Each anchor against all other rows; rows with its label are its positives.
 
     The loss is the mean over the anchors that have a positive; if none has, it is 0 with zero
     gradients. The paper's sum over anchors, and the factor temperature / base_temperature of its

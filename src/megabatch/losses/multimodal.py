@@ -29,7 +29,7 @@ class MultiModalLoss(ContrastiveLoss):
             `ClipLoss` (the default) or `SigLipLoss`. It gets weights of 1 because a weighted mean
             over no rows is 0, whereas an unweighted one is an error.
         normalize: see `ContrastiveLoss`.
-        group: of the default loss, see `ContrastiveLoss`; a loss that you pass has its own.
+        group: the default loss's, see `ContrastiveLoss`; a loss that you pass has its own.
     """
 
     def __init__(

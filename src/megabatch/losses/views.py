@@ -19,7 +19,7 @@ from megabatch.similarity import Split, global_mean, log_mean_exp, pair_ids, pai
 
 
 class ViewsLoss(TemperatureLoss):
-    """A loss of each view against all views of all instances, with its instance's as positives.
+    """A loss of each view against all views of all instances; views of its instance are positives.
 
     The matrix is symmetric, so only half of it is computed.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Estimate the memory and the time of a step on each GPU, and whether it fits.
 
-Takes the options of `megabatch train` ({names} are packaged configurations). If training data are
+Takes the options of `megabatch train` (packaged configurations: {names}). If training data are
 named, it reads some texts for their lengths, and with --decode late the sizes of some images. Times
 are known for H200s, as measured, and for H100, A100, A800 and L40S in proportion to datasheets. The
 exit code is 0 if the run fits and 1 if it does not."""
