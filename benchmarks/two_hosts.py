@@ -60,7 +60,7 @@ def step(
     whole = features(size * rows, width, torch.float32, "cpu")
     x, y = (side[mine].clone().requires_grad_() for side in whole)
     scale = torch.tensor(SCALE, requires_grad=True)
-    function = LOSSES[SCHEDULES[schedule].loss][0](_group(schedule))
+    function = LOSSES[SCHEDULES[schedule].loss][0](None)
     if together:
         dist.barrier()
     began = time.perf_counter()
@@ -81,14 +81,9 @@ def step(
 def shape(schedule: str) -> list[int]:
     """The grid of a loss's group, (rows, columns); both 1 if it is none."""
     with SCHEDULES[schedule].around(1 << 20):
-        name, sizes = comm.group_name(_group(schedule)), [[1] * dist.get_world_size()] * 2
+        name, sizes = comm.group_name(None), [[1] * dist.get_world_size()] * 2
         found = grid.grid_groups(name, sizes, 1, torch.device("cpu"))
     return [1, 1] if found is None else [found.cols.size(), found.rows.size()]
-
-
-@functools.cache  # a mesh, say, is made once
-def _group(schedule: str) -> Any:
-    return SCHEDULES[schedule].group()
 
 
 def handshake(calls: int) -> dict[str, Any]:

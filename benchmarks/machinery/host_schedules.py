@@ -7,9 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import megabatch
 from machinery import parallel
@@ -19,10 +17,9 @@ Around = Callable[[int], AbstractContextManager[None]]
 
 
 class Schedule(NamedTuple):
-    """A schedule: a context, given the bytes of all ranks' features; the loss and its group."""
+    """A schedule: a context, given the bytes of all ranks' features; the loss."""
 
     around: Around = lambda size: nullcontext()
-    group: Callable[[], Any] = lambda: None
     loss: str = "CLIP"  #: of `LOSSES`
     uneven: bool = False  #: every second rank has a quarter of its rows less
     right: bool = True  #: its result is
@@ -39,15 +36,9 @@ def no_grid(around: Around) -> Around:
     return both
 
 
-def mesh() -> DeviceMesh:
-    """A row of the grid for each host."""
-    return init_device_mesh("cpu", (2, dist.get_world_size() // 2))
-
-
 #: The schedules that are measured, a line each.
 SCHEDULES = {
     "default": Schedule(),
-    "grid of a mesh": Schedule(group=mesh),
     "gathered": Schedule(no_grid(lambda size: nullcontext())),
     "gathered in rounds": Schedule(no_grid(lambda size: parallel.gathering_up_to(size - 1))),
     "gathered, no overlap": Schedule(no_grid(lambda size: parallel.without_overlap())),
@@ -58,7 +49,7 @@ SCHEDULES = {
     "NT-Xent, unequal shards": Schedule(loss="NT-Xent", uneven=True),
 }
 #: Schedules whose grid's shape is reported.
-GRIDS = ("default", "grid of a mesh", "gathered")
+GRIDS = ("default", "gathered")
 
 
 def nt_xent(group: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -158,8 +158,7 @@ def test_steps_on_two_hosts(tmp_path: Path) -> None:
     joined, errors, shapes, link, *steps = json.loads(output.read_text())["records"]
     assert len(joined["joined_s"]) == 2
     assert max(errors["row_error"].values()) < 1e-5
-    # One rank a host: no grid but that of a mesh.
-    assert shapes["grids"] == {"default": [1, 1], "grid of a mesh": [2, 1], "gathered": [1, 1]}
+    assert shapes["grids"] == {"default": [1, 1], "gathered": [1, 1]}  # one rank a host
     assert (link["mbit"], link["channel"]) == (None, "GlooChannel")
     assert min(link["measured_mbit"], link["handshake_us"]) > 0
     schedules = {step["schedule"]: step for step in steps}

@@ -75,9 +75,10 @@ def softplus_sum(
             softplus(logit). Dtypes as of a guide in `split_logsumexp`. Torch operations compute
             this, even on GPUs.
         group: the processes that share the matrix, each with its own rows of x and of y; as in
-            `logsumexp`. The sum is over this process's rows and all columns. The gradients are
-            computed before the upstream gradient is known, so it must be the same on all
-            processes; if it differs, the gradient of y is NaN.
+            `logsumexp`. The sum is over this process's rows and all columns, in a grid over the
+            block that this process computes. The gradients are computed before the upstream
+            gradient is known, so it must be the same on all processes; if it differs, they are
+            NaN.
 
     Returns:
         A scalar in float32 (float64 for float64 features).
@@ -148,8 +149,8 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """The sum, and its gradients; those of x and y are `Deferred`s, empty if not needed.
 
-    In a group the sum is over this rank's rows and all columns, scale's and bias's gradients are of
-    that sum, and y's is of the sum over ranks.
+    In a group scale's and bias's gradients are of this rank's sum, y's (in a grid x's, too) is of
+    the sum over ranks.
     """
 
     loss: Tensor
@@ -184,8 +185,7 @@ def _sum_and_gradients(
     factor = own.factor(divisor(sweep.matrix.rows.features))
     out = dx if need.x else None, dy if need.y else None
     parts = write_products(sweep, own, factor, out, need.scale and need.features)
-    sums = own.sums()
-    loss, dbias, dscale = sums[0] if sweep.ranks is None else sweep.ranks.rows.sum_by_rank(sums)
+    loss, dbias, dscale = own.sums()
     if parts:  # one launch less if there is one part
         dscale = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
     return loss, dbias, dscale
@@ -208,16 +208,16 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     o, results, (gradient,), need = softplus_sums.split(flat)
     if gradient is None:
         gradient = torch.zeros_like(results.loss)
-    # The other ranks' part of y's gradient was formed as if they had the same upstream gradient.
-    common = _same_on_all_ranks(gradient, o.group) if o.group and o.need_y else gradient
+    if o.group:  # other ranks' parts were formed as if they had the same upstream gradient
+        gradient = _same_on_all_ranks(gradient, o.group)
     dx, dy = new_gradient(o.x, need[0], o.x), new_gradient(o.y, need[1], o.x)
     with torch.cuda.device_of(o.x):
-        for out, deferred, factor in (
-            (dx, Deferred(results.dx, results.x_row_scale), gradient),
-            (dy, Deferred(results.dy, results.y_row_scale), common),
+        for out, deferred in (
+            (dx, Deferred(results.dx, results.x_row_scale)),
+            (dy, Deferred(results.dy, results.y_row_scale)),
         ):
             if len(out):
-                _write(out, deferred, factor, divisor(o.x))
+                _write(out, deferred, gradient, divisor(o.x))
         dscale, dbias = (
             number * gradient if needed else o.x.new_empty(0)
             for number, needed in zip(results[-2:], need[2:], strict=True)
@@ -294,17 +294,16 @@ def _sweep(o: Operands, ranks: Ranks | None) -> Sweep:
     start = 0 if ranks is None else ranks.start
     rows = Side(o.x, o.row_ids, None, o.weight, o.teacher_x)
     matrix = Matrix(rows, Side(o.y, o.col_ids, None, None, o.teacher_y), o.diagonal, start, start)
-    bounds = [0, len(o.x)] if ranks is None else ranks.rows.starts
     teacher = None
     if o.teacher_scale is not None and o.teacher_bias is not None:
         teacher = o.teacher_scale, o.teacher_bias
-    call = SigmoidCall(o.scale, o.bias, o.need, bounds, _weight_divisor(o, ranks), teacher)
+    call = SigmoidCall(o.scale, o.bias, o.need, _weight_divisor(o, ranks), teacher)
     if teacher is not None or not backends.uses_kernels(o.x):
-        sums = SigmoidTiles.new_sums(o.x, o.y, len(bounds) - 1)
+        sums = SigmoidTiles.new_sums(o.x)
         return Sweep(matrix, Orders(), partial(SigmoidTiles, call=call, sums=sums), ranks)
     from megabatch.similarity.triton.sigmoid import SigmoidKernelTiles
 
-    sums = SigmoidKernelTiles.new_sums(o.x, o.y, len(bounds) - 1)
+    sums = SigmoidKernelTiles.new_sums(o.x)
     return Sweep(*sort_by_id(matrix), partial(SigmoidKernelTiles, call=call, sums=sums), ranks)
 
 

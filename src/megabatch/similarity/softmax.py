@@ -90,9 +90,8 @@ def logsumexp(
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, a
-            DeviceMesh of one dimension, or of two with all processes (a grid, see
-            docs/distributed.md), or "local" for this process alone. `rows` and `columns` are those
-            of this process's x and y.
+            DeviceMesh of one dimension, or "local" for this process alone. `rows` and `columns` are
+            those of this process's x and y.
 
     Returns:
         `(rows (m,), columns (n,))` in float32 (float64 for float64 features); columns is None

@@ -43,7 +43,6 @@ def compare(
     inputs: Sequence[tuple[Tensor | None, Sizes]],
     outputs: Sequence[Sizes],
     frozen: str = "",
-    group: object = None,
     close: Callable[[Tensor, Tensor], None] = exactly,
 ) -> None:
     """Compare results and gradients of shards with those of the whole batch.
@@ -62,7 +61,7 @@ def compare(
         else:
             whole.append(None)
             local.append(None)
-    truth, mine = function("local", *whole), function(group, *local)
+    truth, mine = function("local", *whole), function(None, *local)
     upstream: list[tuple[Tensor, Tensor]] = []
     for got, want, sizes in zip(mine, truth, outputs, strict=True):
         weight = torch.randn_like(want) if sizes else torch.ones_like(want)

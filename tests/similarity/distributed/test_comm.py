@@ -103,7 +103,6 @@ DISAGREEMENTS: list[tuple[Callable[[], Any], Callable[[], Any], str, str]] = [
     (changed("no gather"), plain, "up to 0 bytes", "up to 402653184 bytes"),
     (changed("gather, smaller"), plain, "up to 65536 bytes", "up to 402653184 bytes"),
     (changed("grid"), plain, "grid: 2 columns", "grid: by hosts"),
-    (changed("overlap"), plain, "one by one", "overlap"),
     (changed("precision"), plain, "products: bf16", "products: ieee"),
 ]
 

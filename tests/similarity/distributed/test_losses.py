@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from megabatch import losses
@@ -20,6 +20,7 @@ from megabatch.similarity.distributed.comm import rank_and_size
 from tests.similarity.distributed import comparison
 from tests.similarity.distributed.comparison import double
 from tests.similarity.distributed.processes import World, on_devices, on_processes
+from tests.similarity.distributed.transfers import transferring
 
 D = 6
 
@@ -166,9 +167,7 @@ LOSSES: list[Callable[[object, Batch], Tensor]] = [
 ]
 
 
-def compare(
-    world: World, sizes: list[int], loss: Callable[..., Tensor], group: object = None
-) -> None:
+def compare(world: World, sizes: list[int], loss: Callable[..., Tensor]) -> None:
     """Compare shares of the loss and their gradients with the whole batch's.
 
     The averaging of DDP and FSDP divides by the number of processes.
@@ -186,7 +185,7 @@ def compare(
         (torch.rand(n, dtype=torch.float64), sizes),
         (double(n, D), sizes),
     ]
-    comparison.compare(world, share, inputs, [None], frozen="45", group=group)
+    comparison.compare(world, share, inputs, [None], frozen="45")
 
 
 @on_devices(3)
@@ -196,11 +195,10 @@ def test_every_loss(world: World) -> None:
 
 
 @on_devices(4)
-def test_every_loss_on_a_mesh(world: World) -> None:
-    ranks = torch.arange(4).flip(0).view(2, 2).T  # an order of its own
-    mesh = DeviceMesh(world.device, ranks)
-    for loss in LOSSES:
-        compare(world, [2, 5, 3, 4], loss, mesh)
+def test_every_loss_on_a_grid(world: World) -> None:
+    with transferring(columns=2):
+        for loss in LOSSES:
+            compare(world, [2, 5, 3, 4], loss)
 
 
 @on_processes(2)

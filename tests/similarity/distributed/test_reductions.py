@@ -25,14 +25,14 @@ from tests.similarity.distributed.comparison import (
     leaf,
     some_ids,
 )
-from tests.similarity.distributed.processes import World, on_devices, on_processes
+from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.transfers import received_bytes, transferring
 
 #: Number of processes -> ways of transfer.
 WAYS: dict[int, list[dict[str, Any]]] = {
     2: [{}, {"rounds": ROUND}, {"own_first": 3}, {"columns": 1}, {"columns": 2}],
-    3: [{}, {"rounds": ROUND}, {"own_first": 3}, {"rounds": ROUND, "overlap": False}],
-    4: [{}, {"columns": 2}, *({"columns": 2, "rounds": ROUND, "overlap": o} for o in (1, 0))],
+    3: [{}, {"rounds": ROUND}, {"own_first": 3}],
+    4: [{}, {"columns": 2}, {"columns": 2, "rounds": ROUND}],
     6: [{"rounds": 2 * ROUND}, {"columns": 3}],
 }
 
@@ -110,14 +110,6 @@ def test_every_shard_empty(world: World) -> None:
     assert x.grad.shape == (0, D)
 
 
-@on_processes(6)
-def test_a_sigmoid_sum_on_a_grid_is_that_of_a_ranks_own_rows(world: World) -> None:
-    x, y = double(4, D) + world.rank, double(4, D)
-    alone = softplus_sum(x, y, 2.0, -1.0)
-    with transferring(columns=3):
-        torch.testing.assert_close(softplus_sum(x, y, 2.0, -1.0), alone)
-
-
 @on_devices(2, 3)
 def test_the_number_of_rows_of_all_processes(world: World) -> None:
     x, y = torch.randn(world.rank + 1, D), torch.randn(5, D)
@@ -148,8 +140,8 @@ def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
 def test_processes_that_use_a_sigmoid_sum_differently_get_nan(world: World) -> None:
     x, y = (torch.randn(3, D, requires_grad=True) for _ in range(2))
     (softplus_sum(x, y, 1.0, 0.0) * (world.rank + 1)).backward()
+    assert x.grad.isnan().all()
     assert y.grad.isnan().all()
-    assert x.grad.isfinite().all()
 
 
 @on_devices(2)

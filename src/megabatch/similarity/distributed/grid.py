@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,7 +13,14 @@ import torch.distributed as dist
 from megabatch import torch_internals
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control
-from megabatch.similarity.distributed.comm import GridGroups
+
+
+class GridGroups(NamedTuple):
+    """The groups of rank (r, c) of a grid."""
+
+    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
+    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
+
 
 #: The groups made of a group, by the order of its ranks and the number of columns.
 _grids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, int], GridGroups]] = (
@@ -24,7 +31,7 @@ _grids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, int], GridGroups]]
 def grid_groups(
     name: str, sizes: Sequence[Sequence[int]], row: int, device: torch.device
 ) -> GridGroups | None:
-    """The grid of a call: a mesh's, or as the setting and the hosts decide; None: no grid.
+    """The grid of a call, as the setting and the hosts decide; None: no grid.
 
     A grid takes no empty shard, and no rows that do not fit into memory at once.
 
@@ -32,20 +39,21 @@ def grid_groups(
         name: of the group. sizes: (rows by rank, columns by rank). row: bytes of a row's features.
         device: of the group's tensors.
     """
-    group, found, most = (
-        comm.resolve(name),
-        comm.mesh_groups(name),
-        most_sharing(max(sizes[0]), row),
-    )
-    if min(map(min, sizes)) == 0:
+    group, most = comm.resolve(name), most_sharing(max(sizes[0]), row)
+    # All ranks of the world have to help make groups.
+    if group is not dist.group.WORLD or min(map(min, sizes)) == 0:
         return None
-    if found is None and group is dist.group.WORLD:  # all its ranks have to help make groups
-        found = _of_world(group, device, most)
-    if found is None or found.rows.size() > most:
+    columns, order = settings.current().grid, list(range(group.size()))
+    by_hosts = columns < 0
+    if by_hosts:
+        order, each = host_by_host(tuple(control.channel(group, device).hosts))
+        columns = columns_for(len(order) // each, each, most) if each else 0
+    if columns == 0 or len(order) % columns or columns > most:
         return None
-    for part in found:
-        control.watch_with(part, group)
-    return found
+    known = _grids.setdefault(group, {})
+    if (by_hosts, columns) not in known:
+        known[by_hosts, columns] = _new_grid(group, device, order, columns)
+    return known[by_hosts, columns]
 
 
 def most_sharing(rows: int, row: int) -> int:
@@ -72,23 +80,16 @@ def host_by_host(names: tuple[str, ...]) -> tuple[list[int], int]:
     return order, counts[0] if len(set(counts)) == 1 else 0
 
 
-def _of_world(group: dist.ProcessGroup, device: torch.device, most: int) -> GridGroups | None:
-    """The grid of all ranks; its groups are made on first use."""
-    columns, order = settings.current().grid, list(range(group.size()))
-    by_hosts = columns < 0
-    if by_hosts:
-        order, each = host_by_host(tuple(control.channel(group, device).hosts))
-        columns = columns_for(len(order) // each, each, most) if each else 0
-    if columns == 0 or len(order) % columns:
-        return None
-    known = _grids.setdefault(group, {})
-    if (by_hosts, columns) not in known:
-        table = [order[i : i + columns] for i in range(0, len(order), columns)]
-        # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
-        timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
-        made: list[Any] = [
-            dist.new_subgroups_by_enumeration(parts, timeout)[0]
-            for parts in (table, [list(column) for column in zip(*table, strict=True)])
-        ]
-        known[by_hosts, columns] = GridGroups(*made)
-    return known[by_hosts, columns]
+def _new_grid(
+    group: dist.ProcessGroup, device: torch.device, order: Sequence[int], columns: int
+) -> GridGroups:
+    table = [order[i : i + columns] for i in range(0, len(order), columns)]
+    # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
+    timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
+    made: list[Any] = [
+        dist.new_subgroups_by_enumeration(parts, timeout)[0]
+        for parts in (table, [list(column) for column in zip(*table, strict=True)])
+    ]
+    for part in made:
+        control.watch_with(part, group)
+    return GridGroups(*made)

@@ -118,9 +118,9 @@ class Ranks:
 
     def _rounds(self, now: Round, others: Sequence[slice], side: Side) -> Iterator[Round]:
         for part in others:
-            coming = Round(self, part, side) if settings.current().overlap else None
+            coming = Round(self, part, side)
             yield now
-            now = coming or Round(self, part, side)
+            now = coming
         yield now
 
 
@@ -225,10 +225,7 @@ def terms() -> str:
     """Description of the schedule's settings, on which all ranks must agree."""
     chosen = settings.current()
     columns = {-1: "by hosts", 0: "never"}.get(chosen.grid, f"{chosen.grid} columns")
-    return (
-        f"gathered up to {chosen.gather} bytes, "
-        f"transfers {'overlap' if chosen.overlap else 'one by one'}, grid: {columns}"
-    )
+    return f"gathered up to {chosen.gather} bytes, grid: {columns}"
 
 
 def agree(
@@ -251,9 +248,7 @@ def agree(
     """
     if not group:
         return None, new_sizes(group, x)
-    common, mesh = f"{call}, {description}, {terms()}", comm.mesh_groups(group)
-    if mesh:
-        common += f", mesh: {mesh.cols.size()} x {mesh.rows.size()}"
+    common = f"{call}, {description}, {terms()}"
     table = torch.tensor(comm.agree(group, common, sizes, x.device), device="cpu").T
     return ranks_again(group, call, table, x, symmetric, ""), table
 
