@@ -160,7 +160,7 @@ def set_grid(columns: int | None) -> int | None:
 
     In a grid of rows and columns of ranks, those of one row share the rows of their matrix, and
     those of one column its columns (docs/distributed.md). None, the default: on several hosts with
-    equally many ranks, the default group is a grid whose rows are whole hosts. 0: it is never a
+    equally many consecutive ranks, the default group is a grid of rows of whole hosts. 0: never a
     grid. A number that divides its size: it is a grid with that many columns. Other groups never
     are grids, and x against itself takes none.
 

@@ -34,11 +34,10 @@ from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.means import replicated
 from megabatch.similarity.distributed.schedule import Ranks
 from megabatch.similarity.eager_sigmoid import Deferred, Need, SigmoidCall, SigmoidTiles
-from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
+from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id, strips
 from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Reduction, new_gradient
 from megabatch.similarity.settings import applied
-from megabatch.similarity.slices import strips
 from megabatch.similarity.sweep import Sweep, write_products
 from megabatch.similarity.tiles import STRIP
 from megabatch.torch_internals import transforms_active

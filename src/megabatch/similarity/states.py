@@ -50,7 +50,9 @@ def empty(numbers: int, size: int, like: Tensor) -> Tensor:
 
 
 def merge(states: Tensor) -> Tensor:
-    """Several states (k, ...) of the same rows as one."""
+    """Several states (k, numbers, size) of the same rows as one."""
+    if states.shape[1] == TARGETS.state:
+        return _merge_targets(states)
     end = _sums_end(states[0])
     out = states.new_empty(states.shape[1:])
     references, sums = states[:, 0:end:2], states[:, 1:end:2]
@@ -64,18 +66,22 @@ def merge(states: Tensor) -> Tensor:
     return out
 
 
-def to_logsumexp(state: Tensor, out: Tensor) -> Tensor:
+def write_results(state: Tensor, out: Tensor) -> None:
     """Write the results of a state to `out`."""
+    if len(state) == TARGETS.state:
+        _write_target_results(state, out)
+        return
     end = _sums_end(state)
     # Few launches: on a GPU they decide a small batch's time.
     torch.add(state[1:end:2].log(), state[0:end:2], out=out[: end // 2])
     if end == 4:
         out[2:] = state[4:]
-    return out
 
 
 def upstream(results: Tensor, gradient: Tensor) -> Tensor:
     """The upstream of a side from its results and their gradients."""
+    if len(results) == TARGETS.results:
+        return _target_upstream(results, gradient)
     sums = len(results) // 2 or 1
     out = results.new_empty(5 if sums == 2 else 2, results.shape[1])
     # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
@@ -118,8 +124,7 @@ def finite(values: Tensor) -> Tensor:
     return values.masked_fill(values == -math.inf, 0)
 
 
-def merge_targets(parts: Tensor) -> Tensor:
-    """Several states (k, numbers, size) of the same rows as one."""
+def _merge_targets(parts: Tensor) -> Tensor:
     out = parts.new_empty(parts.shape[1:])
     out[:6] = merge(parts[:, :6])
     out[6:8] = merge(parts[:, 6:8])
@@ -132,9 +137,8 @@ def merge_targets(parts: Tensor) -> Tensor:
     return out
 
 
-def to_target_results(state: Tensor, out: Tensor) -> Tensor:
-    """Write the results of a state to `out`."""
-    to_logsumexp(state[:6], out[:4])
+def _write_target_results(state: Tensor, out: Tensor) -> None:
+    write_results(state[:6], out[:4])
     top = finite(student_largest(state))
     # log of the sum relative to the largest logit: no difference of two large numbers.
     sums = state[1] * (state[0] - top).exp() + state[3] * (state[2] - top).exp()
@@ -147,15 +151,13 @@ def to_target_results(state: Tensor, out: Tensor) -> Tensor:
     out[4] = (sums.log() + mean).masked_fill(empty, 0)
     torch.add(state[7].log(), state[6], out=out[5])
     out[6] = state[9]
-    return out
 
 
-def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
-    """The upstream of a side from its results and their gradients.
+def _target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a pair (i, i) is a number of its row and its column alone.
 
-    The gradient of a pair (i, i) is a number of its row and its column alone. Of the cross-entropy
-    it is P - T, here as (1 - T) - (1 - P): what is left of two probabilities near 1 would otherwise
-    be their rounding.
+    Of the cross-entropy it is P - T, here as (1 - T) - (1 - P): what is left of two probabilities
+    near 1 would otherwise be their rounding.
     """
     negative, positive, _, _, _, teacher_negative, teacher_positive = results
     g_negative, g_positive, g_sum, _, g_targets = gradient[:5]

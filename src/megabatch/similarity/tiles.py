@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.slices import strips
+from megabatch.similarity.matrix import Matrix, strips
 
 #: Rows that are widened at a time outside of the products.
 STRIP = 4096
@@ -207,15 +206,15 @@ class StateTiles(Tiles):
 
     def merge(self, parts: Tensor) -> Tensor:
         """Several states (k, ...) of the same rows as one."""
-        raise NotImplementedError
+        return states.merge(parts)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
         """Write the results of several states (k, ...) of the same rows to `out`."""
-        raise NotImplementedError
+        states.write_results(parts[0] if len(parts) == 1 else states.merge(parts), out)
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Any:
         """A side's upstream from its results and their upstream gradients."""
-        raise NotImplementedError
+        return states.upstream(results, gradient)
 
 
 # --- products -------------------------------------------------------------------------------------

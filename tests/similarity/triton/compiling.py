@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.triton import gradients, paired, ranking, sigmoid, soft_targets, softmax
+from megabatch.similarity.triton import blocks, paired, ranking, sigmoid, soft_targets, softmax
 
 TYPES = (
     dict.fromkeys(("row_ids", "col_ids", "row_ranges", "col_ranges"), "*i64")
@@ -63,7 +63,7 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "merge": (softmax.merge_states, "bf16", 4, TILE | {"TO_LOGSUMEXP": False, "ROWS": 256}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
-    "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),
+    "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
     "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
     "targets, float32": (soft_targets.forward_tiles, "fp32", 8, TARGETS | {"BK": 32}),
     "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),

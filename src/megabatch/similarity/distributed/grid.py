@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,10 +23,8 @@ class GridGroups(NamedTuple):
     cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
 
 
-#: The groups made of a group, by the order of its ranks and the number of columns.
-_grids: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[bool, int], GridGroups]] = (
-    WeakKeyDictionary()
-)
+#: The groups made of a group, by the number of columns.
+_grids: WeakKeyDictionary[dist.ProcessGroup, dict[int, GridGroups]] = WeakKeyDictionary()
 
 
 def grid_groups(
@@ -43,17 +42,16 @@ def grid_groups(
     # All ranks of the world have to help make groups.
     if group is not dist.group.WORLD or min(map(min, sizes)) == 0:
         return None
-    columns, order = settings.current().grid, list(range(group.size()))
-    by_hosts = columns < 0
-    if by_hosts:
-        order, each = host_by_host(tuple(control.channel(group, device).hosts))
-        columns = columns_for(len(order) // each, each, most) if each else 0
-    if columns == 0 or len(order) % columns or columns > most:
+    columns = settings.current().grid
+    if columns < 0:
+        each = ranks_per_host(tuple(control.channel(group, device).hosts))
+        columns = columns_for(group.size() // each, each, most) if each else 0
+    if columns == 0 or group.size() % columns or columns > most:
         return None
     known = _grids.setdefault(group, {})
-    if (by_hosts, columns) not in known:
-        known[by_hosts, columns] = _new_grid(group, device, order, columns)
-    return known[by_hosts, columns]
+    if columns not in known:
+        known[columns] = _new_grid(group, device, columns)
+    return known[columns]
 
 
 def most_sharing(rows: int, row: int) -> int:
@@ -73,22 +71,22 @@ def columns_for(hosts: int, ranks: int, most: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def host_by_host(names: tuple[str, ...]) -> tuple[list[int], int]:
-    """The ranks host by host, and the number of ranks of each host; 0 if they differ in it."""
-    counts = [names.count(name) for name in names]
-    order = sorted(range(len(names)), key=lambda rank: names.index(names[rank]))
-    return order, counts[0] if len(set(counts)) == 1 else 0
+def ranks_per_host(names: tuple[str, ...]) -> int:
+    """The number of ranks of each host; 0 if they differ in it or a host's do not follow another.
+
+    names: of the ranks' hosts.
+    """
+    hosts = [len(list(ranks)) for _, ranks in itertools.groupby(names)]
+    return hosts[0] if len(set(names)) == len(hosts) and len(set(hosts)) == 1 else 0
 
 
-def _new_grid(
-    group: dist.ProcessGroup, device: torch.device, order: Sequence[int], columns: int
-) -> GridGroups:
-    table = [order[i : i + columns] for i in range(0, len(order), columns)]
+def _new_grid(group: dist.ProcessGroup, device: torch.device, columns: int) -> GridGroups:
+    table = torch.arange(group.size(), device="cpu").view(-1, columns)
     # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
     timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
     made: list[Any] = [
         dist.new_subgroups_by_enumeration(parts, timeout)[0]
-        for parts in (table, [list(column) for column in zip(*table, strict=True)])
+        for parts in (table.tolist(), table.T.tolist())
     ]
     for part in made:
         control.watch_with(part, group)

@@ -28,8 +28,7 @@ from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.grid import grid_groups
 from megabatch.similarity.distributed.layout import Layout
-from megabatch.similarity.matrix import Side
-from megabatch.similarity.slices import strips
+from megabatch.similarity.matrix import Side, strips
 
 #: With at least this many rows of a rank in a round, its own columns come first, while the others'
 #: arrive. With fewer, launches by the host decide the time.

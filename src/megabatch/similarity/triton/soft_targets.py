@@ -94,13 +94,13 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> Tensor:
-        return _in_base(states.merge_targets(_in_base(parts, LN2)), LOG2E)
+        return _in_base(states.merge(_in_base(parts, LN2)), LOG2E)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
-        states.to_target_results(states.merge_targets(_in_base(parts, LN2)), out)
+        states.write_results(states.merge(_in_base(parts, LN2)), out)
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
-        return Upstream.of(states.target_upstream(results, gradient), self._lses)
+        return Upstream.of(states.upstream(results, gradient), self._lses)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None

@@ -44,9 +44,9 @@ from megabatch.similarity.triton.blocks import (
     block_kernel,
     by_last_tile,
     new_descriptor,
+    scale_rows,
 )
 from megabatch.similarity.triton.configs import launch_config
-from megabatch.similarity.triton.gradients import scale_rows
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import (
     LOG2E,
