@@ -114,30 +114,6 @@ def test_any_shape_and_ids(
         check((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1), (2, 3), ()])
-@pytest.mark.parametrize("weight", [None, torch.rand(40)])
-def test_gradients_of_some_inputs_alone(needed: tuple[int, ...], weight: Any) -> None:
-    ids = torch.arange(40) % 7, torch.arange(30) % 5
-    values = (*MAKERS["random"](40, 30, 6), 9.0, -2.0)
-    full = leaves(*values)
-    total = similarity.softplus_sum(*full, ids=ids, weight=weight)
-    total.backward()
-    some = [
-        torch.as_tensor(v, dtype=torch.float64).clone().requires_grad_(i in needed)
-        for i, v in enumerate(values)
-    ]
-    other = similarity.softplus_sum(*some, ids=ids, weight=weight)
-    assert other == total
-    assert other.requires_grad == bool(needed)
-    if needed:
-        other.backward()
-    for i in range(4):
-        if i in needed:
-            torch.testing.assert_close(some[i].grad, full[i].grad, rtol=1e-12, atol=1e-12)
-        else:
-            assert some[i].grad is None
-
-
 def test_no_gradients_are_stored_if_none_is_needed() -> None:
     x = torch.randn(40, 4, requires_grad=True)
     with torch.no_grad():
@@ -189,14 +165,3 @@ def test_small_losses_are_not_truncated_to_zero() -> None:
     x = torch.eye(4, dtype=torch.float64)
     total = similarity.softplus_sum(x, x, 80.0, -40.0)
     torch.testing.assert_close(total.item(), 16 * torch.tensor(-40.0).double().exp().item())
-
-
-def test_no_pairs_and_non_finite_features() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    ids = torch.arange(3), torch.zeros(0).long()
-    total = similarity.softplus_sum(x, torch.randn(0, 4), 1.0, 0.0, ids=ids)
-    total.backward()
-    assert total == 0
-    assert not x.grad.any()
-    for bad in (torch.nan, torch.inf):
-        assert not similarity.softplus_sum(x, torch.full((3, 4), bad), 1.0, 0.0).isfinite()

@@ -67,12 +67,6 @@ def test_rounds_are_even_and_of_whole_tiles(limit: int, size: int, rows: int) ->
     settings.set_gather(before)
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(3 * 48, 9), (3 * 48 - 1, 0), (0, 0)])
-def test_features_that_are_saved(limit: int, rows: int) -> None:
-    assert schedule.saved_rows(torch.empty(3, 4), 3, limit) == rows
-    assert schedule.saved_rows(torch.empty(3, 5), 3, 1 << 20) == 0
-
-
 @on_processes(2)
 def test_one_handshake_per_loss(world: World) -> None:
     agree, calls = comm.agree, []
