@@ -32,7 +32,8 @@ from machinery.host_schedules import GRIDS, LOSSES, SCHEDULES, shard
 from machinery.hosts import Network, Unavailable
 from machinery.inputs import features
 from megabatch.benchmarking import records
-from megabatch.similarity.distributed import comm, control, grid
+from megabatch.similarity.distributed import comm, control
+from megabatch.similarity.distributed.schedule import grid_groups
 
 #: Exit code if two hosts cannot be made here.
 UNAVAILABLE = 77
@@ -82,7 +83,7 @@ def shape(schedule: str) -> list[int]:
     """The grid of a loss's group, (rows, columns); both 1 if it is none."""
     with SCHEDULES[schedule].around(1 << 20):
         name, sizes = comm.group_name(None), [[1] * dist.get_world_size()] * 2
-        found = grid.grid_groups(name, sizes, 1, torch.device("cpu"))
+        found = grid_groups(name, sizes, 1, torch.device("cpu"))
     return [1, 1] if found is None else [found.cols.size(), found.rows.size()]
 
 

@@ -15,7 +15,6 @@ from machinery.cluster.hardware import Cluster
 from machinery.cluster.timeline import Side, Timeline, Transfer
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import schedule as library
-from megabatch.similarity.distributed.grid import columns_for, most_sharing
 
 #: Rows and columns of a block of the engine on a GPU, for the default workspace.
 BLOCK = 16_384
@@ -315,8 +314,8 @@ class Ring:
 
 def default(cluster: Cluster, work: Workload) -> Schedule:
     """The schedule that the library takes by itself, for shards of one size."""
-    most = most_sharing(work.rows, work.row_bytes)
-    cols = columns_for(cluster.nodes, cluster.local, most)
+    most = library.most_sharing(work.rows, work.row_bytes)
+    cols = library.columns_for(cluster.nodes, cluster.local, most)
     shape = (cluster.gpus // cols, cols) if cols else (cluster.gpus, 1)
     return Grid(shape, settings.current().gather)
 

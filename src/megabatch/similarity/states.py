@@ -33,15 +33,16 @@ class Numbers(NamedTuple):
     """How many numbers a reduction keeps of a row."""
 
     state: int
-    references: tuple[slice, ...]  #: places of the largest logits in a state
     results: int
     upstream: int
+    references: tuple[slice, ...]  #: places of the largest logits in a state
+    differences: tuple[slice, ...] = ()  #: places of sums of differences of logits
 
 
 #: Of log-sum-exps, without positives and with them, and of soft targets.
-NEGATIVES = Numbers(2, (slice(0, 1),), 1, 2)
-SPLIT = Numbers(6, (slice(0, 4, 2),), 4, 5)
-TARGETS = Numbers(10, (slice(0, 4, 2), slice(6, 10, 3)), 7, 5)
+NEGATIVES = Numbers(2, 1, 2, (slice(0, 1),))
+SPLIT = Numbers(6, 4, 5, (slice(0, 4, 2),))
+TARGETS = Numbers(10, 7, 5, (slice(0, 4, 2), slice(6, 10, 3)), (slice(8, 9),))
 
 
 def empty(numbers: int, size: int, like: Tensor) -> Tensor:

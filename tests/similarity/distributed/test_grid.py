@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from megabatch import ClipLoss, GradientCache, similarity, torch_internals
-from megabatch.similarity.distributed import control, grid
+from megabatch.similarity.distributed import control, schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
 from tests.gradient_cache.parallel import batches_of, gradients, new_model, on_one_process
@@ -108,7 +108,7 @@ def on_hosts(names: str) -> Iterator[None]:
     """Rank by rank, as if it were on the host of that name."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control.channel(dist.group.WORLD, CPU), "hosts", list(names))
-        patch.setattr(grid, "_grids", WeakKeyDictionary())
+        patch.setattr(schedule, "_grids", WeakKeyDictionary())
         yield
 
 
@@ -116,7 +116,7 @@ def on_hosts(names: str) -> Iterator[None]:
     ("names", "on_each"), [("aabb", 2), ("abab", 0), ("aab", 0), ("a", 1), ("abc", 1)]
 )
 def test_ranks_per_host(names: str, on_each: int) -> None:
-    assert grid.ranks_per_host(tuple(names)) == on_each
+    assert schedule.ranks_per_host(tuple(names)) == on_each
 
 
 @pytest.mark.parametrize(
@@ -135,25 +135,25 @@ def test_ranks_per_host(names: str, on_each: int) -> None:
     ],
 )
 def test_a_row_of_the_grid_is_whole_hosts(number: int, ranks: int, most: int, columns: int) -> None:
-    assert grid.columns_for(number, ranks, most) == columns
+    assert schedule.columns_for(number, ranks, most) == columns
 
 
 @on_processes(4)
 def test_ranks_of_one_host_share_rows(world: World) -> None:
     group = dist.group.WORLD
     with pytest.MonkeyPatch.context() as patch:
-        for holder, name in ((control, "_channels"), (grid, "_grids")):
+        for holder, name in ((control, "_channels"), (schedule, "_grids")):
             patch.setattr(holder, name, WeakKeyDictionary())
         patch.setattr(control, "_host", lambda: f"host {world.rank // 2}")
         channel = control.channel(group, CPU)
         assert isinstance(channel, control.GlooChannel)
         assert channel.hosts == ["host 0"] * 2 + ["host 1"] * 2
-        found = grid.grid_groups(group_name(None), [[3] * 4] * 2, 4, CPU)
+        found = schedule.grid_groups(group_name(None), [[3] * 4] * 2, 4, CPU)
         assert found is not None
         rows, cols = found
         assert dist.get_process_group_ranks(rows) == [world.rank // 2 * 2 + i for i in (0, 1)]
         assert dist.get_process_group_ranks(cols) == [world.rank % 2, world.rank % 2 + 2]
-        assert found == grid.grid_groups(group_name(None), [[3] * 4] * 2, 4, CPU)
+        assert found == schedule.grid_groups(group_name(None), [[3] * 4] * 2, 4, CPU)
         timeouts = {
             torch_internals.backend_timeout(torch_internals.group_backend(each, CPU))
             for each in (group, *found)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm, grid, layout, schedule
+from megabatch.similarity.distributed import comm, layout, schedule
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def transferring(
         if columns is not None:
             chosen = chosen._replace(grid=columns)
             if rounds is not None:
-                patch.setattr(grid, "most_sharing", lambda *_: 99)
+                patch.setattr(schedule, "most_sharing", lambda *_: 99)
         if own_first is not None:
             patch.setattr(schedule, "LARGE", own_first)
         patch.setattr(settings, "_chosen", chosen)

@@ -36,10 +36,10 @@ BOUNDS = {
     "targets@90": Bounds(1, H100, 384),  # at most 128 of them outside of the branch with masks
     "targets, ds@90": Bounds(1, H100, 128),
     "targets, small@80": Bounds(1, SMALLEST + RESERVED),  # sm_86 and sm_89
-    **dict.fromkeys(("sigmoid@80", "sigmoid, masked@90", "combine@90"), Bounds()),
-    **dict.fromkeys(("guided, masked ds@90", "merge@90"), Bounds()),
-    **dict.fromkeys(("pairs@90", "pairs, gradients@90", "scale rows@90"), Bounds()),
-    **dict.fromkeys(("targets, float32@90", "targets, combine@90"), Bounds()),
+    **dict.fromkeys(("sigmoid, masked@90", "combine@90", "guided, masked ds@90"), Bounds()),
+    **dict.fromkeys(
+        ("pairs@90", "pairs, gradients@90", "scale rows@90", "targets, combine@90"), Bounds()
+    ),
 }
 
 

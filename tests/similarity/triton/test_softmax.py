@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import megabatch as mb
 from megabatch import similarity
 from megabatch.similarity import dense, states
 from tests.similarity.features import MAKERS
-from tests.similarity.test_precision import FACTOR, careful_dense, float32_noise, truth
+from tests.similarity.test_precision import assert_row_errors
 from tests.similarity.test_statistics import some_ids, weighted_sum
 from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS, SECOND
 
@@ -75,29 +74,7 @@ def test_clip_meets_the_per_row_criterion(
     maker: str, scale: float, m: int, dtype: torch.dtype
 ) -> None:
     x, y = make(maker, m, m, 40 if m == 150 else 200, dtype)
-    exact, peer = truth(x, y, scale), careful_dense(x, y, scale)
-    noises = float32_noise(x, y, scale)
-    a, b = leaves(x, y)
-    (s,) = leaves(scale, dtype=torch.float32)
-    rows, columns = similarity.split_logsumexp(a, b, s)
-    assert columns is not None
-    mb.ClipLoss()(a, b, s).backward()
-    eps = torch.finfo(torch.float32).eps
-    for mine, i in ((rows.negative, 0), (columns.negative, 1)):
-        limit = FACTOR * (peer[i] - exact[i]).abs().max() + 8 * eps * (1 + exact[i].abs())
-        assert ((mine - exact[i]).abs() <= limit).all()
-    half = torch.finfo(x.dtype).eps / 2
-    tiny = max(torch.finfo(x.dtype).smallest_normal, 4e-21 * scale / len(x))
-    for mine, i in ((a.grad, 2), (b.grad, 3)):
-        size = exact[i].norm(dim=1)
-        errors = (mine.double() - exact[i]).norm(dim=1)
-        theirs = (peer[i].double() - exact[i]).norm(dim=1)
-        limit = FACTOR * theirs.maximum(theirs.median()) + half * size + 4 * noises[i - 2] + tiny
-        worst = (errors / limit).argmax()
-        assert (errors <= limit).all(), (worst, errors[worst], limit[worst], size[worst])
-    terms = (x.double() * exact[2]).sum(1).abs().sum() / scale
-    limit = 2 * half * terms + 4 * noises[2] + FACTOR * abs(peer[4] - exact[4])
-    assert abs(s.grad - exact[4]) <= limit
+    assert_row_errors(x, y, scale, exponents=4)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -252,9 +229,9 @@ def test_merged_states(sums: int, count: int, size: int) -> None:
         return state
 
     theirs = results(states.merge(in_base_e(given)))
-    out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[:numbers]
-    softmax.merge(given, out, to_logsumexp=False)
-    torch.testing.assert_close(results(in_base_e(out)), theirs, rtol=1e-5, atol=1e-5)
+    tiles = object.__new__(softmax.SoftmaxKernelTiles)  # of any matrix
+    tiles.numbers = states.NEGATIVES if sums == 1 else states.SPLIT
+    torch.testing.assert_close(results(in_base_e(tiles.merge(given))), theirs, rtol=1e-5, atol=1e-5)
     out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
-    softmax.merge(given, out, to_logsumexp=True)
+    tiles.write_results(given, out)
     torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

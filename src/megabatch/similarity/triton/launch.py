@@ -39,12 +39,12 @@ TESTED = ("3.6",)
 #: Arguments that no kernel is specialised to, by name: numbers that change from block to block.
 #: Triton would compile a kernel again, for seconds, whenever one becomes 1 or a multiple of 16.
 VARYING = (
-    "count", "diagonal_offset", "m", "n", "size", "tiles",
+    "diagonal_offset", "m", "n", "size", "tiles",
     "row_start", "row_stride", "row_range_stride", "row_state_stride", "row_extremes_stride",
     "row_is_first", "row_is_last", "row_partials",
     "col_start", "col_stride", "col_range_stride", "col_state_stride", "col_extremes_stride",
     "col_is_first", "col_is_last", "col_partials", "col_tiles", "first_col_tile",
-    "gradient_stride", "part_stride", "result_stride", "stride",
+    "gradient_stride", "result_stride", "stride",
 )  # fmt: skip
 
 #: Whether compiled kernels are launched directly.

@@ -10,8 +10,7 @@ Forward:
 3. `combine_partials` adds the tiles' sums to the running state, computes the tiles left out, with a
    running maximum, and recomputes the rows whose sums left float32's range.
 
-`merge_states` joins states of the same rows from several GPUs. States are laid out as `states`
-documents, with references in base 2.
+States are laid out as `states` documents, with logits in base 2.
 
 Backward: dS of a block, rounded once to the features' dtype. Two cuBLAS products with dS then give
 dx and dy.
@@ -49,6 +48,7 @@ from megabatch.similarity.triton.blocks import (
 from megabatch.similarity.triton.configs import launch_config
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import (
+    LN2,
     LOG2E,
     B,
     BlockSide,
@@ -71,8 +71,6 @@ LOWEST = tl.constexpr(2.0**-75)
 HIGHEST = tl.constexpr(2.0**126)
 #: Partial sums that are added at once.
 P = tl.constexpr(64)
-#: Rows per program of `merge_states`.
-MERGED_ROWS = 256
 #: Largest difference of log2 log-sum-exps that share one exponential's reference. Sharing loses
 #: probabilities under 2^(80 - 126) = 2^-46, 4M of them under 2^-24.
 SPREAD = tl.constexpr(80.0)
@@ -137,12 +135,17 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> Tensor:
-        out = parts.new_empty(parts.shape[1:])
-        merge(parts, out, to_logsumexp=False)
-        return out
+        return self._scaled(super().merge(self._scaled(parts, LN2)), LOG2E)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
-        merge(parts, out, to_logsumexp=True)
+        super().write_results(self._scaled(parts, LN2), out)
+
+    def _scaled(self, states: Tensor, factor: tl.constexpr) -> Tensor:
+        """Copies of states with logits in another base: by LN2 in base e, by LOG2E in base 2."""
+        states = states.clone()
+        for places in (*self.numbers.references, *self.numbers.differences):
+            states[..., places, :] *= factor.value
+        return states
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -489,52 +492,6 @@ def _running_sum(largest, total, s, mask):
     shift = finite(new)
     total = total * tl.exp2(largest - shift) + tl.sum(tl.exp2(s - shift[:, None]), 1)
     return new, total
-
-
-def merge(states: Tensor, out: Tensor, to_logsumexp: bool) -> None:
-    """out = several states (k, 2 or 6, size) of the same rows as one, or its results."""
-    count, rows, size = states.shape
-    if size:
-        merge_states.launch(
-            cdiv(size, MERGED_ROWS), states=states, part_stride=states.stride(0),
-            stride=states.stride(1), result=out, result_stride=out.stride(0), count=count,
-            size=size, HAS_POSITIVES=rows == 6, TO_LOGSUMEXP=to_logsumexp, ROWS=MERGED_ROWS,
-        )  # fmt: skip
-
-
-@kernel
-def merge_states(
-    states, part_stride, stride, result, result_stride, count, size,
-    HAS_POSITIVES: tl.constexpr, TO_LOGSUMEXP: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """result = `count` states as one, or the results of that one."""
-    i = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = i < size
-    part_stride = part_stride.to(tl.int64)
-    for kind in tl.static_range(2 if HAS_POSITIVES else 1):  # negatives, positives
-        own = states + 2 * kind * stride
-        largest = tl.full((ROWS,), float("-inf"), tl.float32)
-        for part in range(count):
-            one, _ = load_sum(own + part * part_stride, stride, 0, i, inside)
-            largest = tl.maximum(largest, one)
-        shift = finite(largest)  # -inf - -inf would be NaN
-        total = tl.zeros((ROWS,), tl.float32)
-        for part in range(count):
-            one, of_one = load_sum(own + part * part_stride, stride, 0, i, inside)
-            total += of_one * tl.exp2(one - shift)
-        if TO_LOGSUMEXP:
-            tl.store(result + kind * result_stride + i, to_logsumexp(largest, total), mask=inside)
-        else:
-            tl.store(result + 2 * kind * result_stride + i, largest, mask=inside)
-            tl.store(result + (2 * kind + 1) * result_stride + i, total, mask=inside)
-    if HAS_POSITIVES:
-        for number in tl.static_range(2):  # sum of logits, count
-            total = tl.zeros((ROWS,), tl.float32)
-            for part in range(count):
-                place = states + part * part_stride + (4 + number) * stride + i
-                total += tl.load(place, mask=inside, other=0.0)
-            row = 2 + number if TO_LOGSUMEXP else 4 + number
-            tl.store(result + row * result_stride + i, total, mask=inside)
 
 
 # --- kernels: backward ----------------------------------------------------------------------------
