@@ -1,9 +1,9 @@
-"""Few rows, NaN, views and some gradients alone, in torch operations and by the kernels."""
+"""Few rows, NaN, views, some gradients alone and torch's own checks, of both backends."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import backends
+from megabatch.similarity import settings
 from tests.similarity.triton import DEVICE, MARKS
 
 pytestmark = MARKS[1]
@@ -31,16 +31,6 @@ def ids(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def split(x: Tensor, y: Tensor, scale: Any) -> Any:
     return similarity.split_logsumexp(x, y, scale, ids=ids(x, y))
-
-
-@pytest.fixture(params=BACKENDS, autouse=True)
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "kernels":
-        pytest.importorskip("triton")
-    monkeypatch.setattr(backends, "uses_kernels", lambda x: request.param == "kernels")
-    before = similarity.set_workspace(64 << 10 if request.param == "torch" else 1 << 20)
-    yield request.param
-    similarity.set_workspace(before)
 
 
 def inputs(m: int, n: int, backend: str) -> list[Tensor]:
@@ -178,3 +168,35 @@ def test_views_of_vectors(backend: str) -> None:
 
             found.append(results(call, [x, y], (0, 1)))
         same(*found, backend)
+
+
+def test_opcheck(backend: str) -> None:
+    x, y, scale, bias = (t.requires_grad_() for t in inputs(6, 5, backend))
+    teacher = x[:5, :2].detach(), y[:, :2].detach(), scale.detach()
+    three, own = ids(x, y), [*settings.of_call(x)]
+    limit = torch.zeros(5, dtype=scale.dtype, device=DEVICE)
+    weight = torch.rand(6, dtype=scale.dtype, device=DEVICE)
+    with_ids = (x, y, scale, bias, *three)
+    calls: dict[str, list[tuple[Any, ...]]] = {
+        "logsumexps": [
+            (x, y, scale, *[None] * 6, "plain", True, True),
+            (x, y, scale, *three, *[None] * 4, "plain", False, False),
+            (x, None, scale, *[None] * 6, "dropped", False, True),
+            (x[:5], y, scale, None, None, limit, *teacher[:2], None, "paired", True, True),
+            (x[:5], y, scale, *[None] * 3, *teacher, "paired", True, True),
+        ],
+        "softplus_sum": [
+            (*with_ids, weight, *[None] * 4, "plain", *[True] * 4),
+            (x[:5], y, scale, bias, *[None] * 7, "paired", *[True] * 4),
+            (x.detach(), *with_ids[1:], *[None] * 5, "plain", False, True, True, False),
+            (x[:5], *with_ids[1:4], *[None] * 3, *teacher, bias.detach(), "plain", *[True] * 4),
+        ],
+    }
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    tests += ["test_aot_dispatch_dynamic"] * (backend == "torch")
+    for name, several in calls.items():
+        rest = ("logsumexp", "", own) if name == "logsumexps" else ("", own)
+        for arguments in several:
+            operator = getattr(torch.ops.megabatch, name).default
+            torch.library.opcheck(operator, (*arguments, *rest), test_utils=tests)
+    torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))

@@ -131,22 +131,6 @@ def test_no_gradients_are_stored_if_none_is_needed() -> None:
         assert not similarity.softplus_sum(x, x, 1.0, 0.0).requires_grad
 
 
-def test_opcheck() -> None:
-    x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
-    scale, bias = leaves(2.0, -1.0)
-    ids = (torch.arange(6) % 3, torch.arange(5) % 3)
-    weight = torch.rand(6, dtype=torch.float64)
-    teacher = x.detach()[:, :2], y.detach()[:, :2], scale.detach(), bias.detach()
-    for arguments in (
-        (x, y, scale, bias, *ids, weight, *[None] * 4, "plain", True, True, True, True),
-        (x[:5], y, scale, bias, *[None] * 7, "paired", True, True, True, True),
-        (x.detach(), y, scale, bias.detach(), *ids, *[None] * 5, "plain", False, True, True, False),
-        (x, y, scale, bias, *[None] * 3, *teacher, "plain", True, True, True, True),
-    ):
-        plain = ("", [*call_settings.of_call(x)])
-        torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, (*arguments, *plain))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_large_sums_do_not_overflow_half_precision(dtype: torch.dtype) -> None:
     x = torch.ones(1024, 4, dtype=dtype, requires_grad=True)

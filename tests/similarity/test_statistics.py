@@ -125,26 +125,6 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
     assert error.max() < 1e-3
 
 
-def test_opcheck() -> None:
-    x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    ids, guides = (
-        (torch.arange(6) % 3, torch.arange(5) % 3),
-        (x[:5, :1].detach(), y[:, :1].detach()),
-    )
-    for arguments in (
-        (x, y, scale, *[None] * 6, "plain", True, True),
-        (x, y, scale, *ids, *[None] * 4, "plain", False, False),
-        (x, None, scale, *[None] * 6, "dropped", False, True),
-        (x[:5], y, scale, None, None, torch.zeros(5), *guides, None, "paired", True, True),
-        (x[:5], y, scale, *[None] * 3, *guides, scale.detach(), "paired", True, True),
-    ):
-        own = [*call_settings.of_call(x)]
-        plain = ("logsumexp", "", own)
-        torch.library.opcheck(torch.ops.megabatch.logsumexps.default, (*arguments, *plain))
-    torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     m=st.integers(1, 70),

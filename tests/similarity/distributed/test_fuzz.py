@@ -14,7 +14,6 @@ from unittest import mock
 from tests.similarity.distributed.processes import World, on_devices
 
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
-CASES = 60
 
 
 @on_devices(2, 3, 4, 6)
@@ -23,8 +22,9 @@ def test_random_cases(world: World) -> None:
         from fuzzing.cases import draw
         from fuzzing.groups import FINE, attempt
     drawn = (draw(6, index, ("float64",), max(3, world.size)) for index in range(2000))
-    cases = list(itertools.islice((c for c in drawn if c["ranks"] == world.size), CASES))
-    assert len(cases) == CASES
+    number = 120 // world.size
+    cases = list(itertools.islice((c for c in drawn if c["ranks"] == world.size), number))
+    assert len(cases) == number
     assert len({case["grid"] for case in cases}) > 2
     for case in cases:
         outcome, _ = attempt(case, world.rank, world.device)
