@@ -39,9 +39,6 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no gather": lambda: _setter(settings.set_gather, 0),
     "gather, smaller": lambda: _setter(settings.set_gather, 64 << 10),
     "grid": lambda: _setter(settings.set_grid, 2),
-    "precision": lambda: _pair(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
     "default device": lambda: _pair(lambda: None, set_default_device, "meta"),
     "default dtype": lambda: _pair(
         torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16

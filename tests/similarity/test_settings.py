@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import backends, eager, settings, tiles
+from megabatch.similarity import backends
 from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -95,31 +94,6 @@ def test_every_function_warns_of_float32_features(monkeypatch: pytest.MonkeyPatc
     ):
         call()
         assert len(warned) == number + 1
-
-
-@pytest.mark.parametrize(("first", "then"), [("highest", "medium"), ("medium", "highest")])
-def test_products_are_as_precise_as_in_the_forward_pass(
-    first: str, then: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = set()
-    for module, name in ((eager, "logits"), (tiles, "add_product")):
-        original = getattr(module, name)
-
-        def recording(*a: Any, original: Any = original, **k: Any) -> Any:
-            seen.add(settings.PRECISIONS[settings.precision("cpu")])
-            return original(*a, **k)
-
-        monkeypatch.setattr(module, name, recording)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(first)
-        value = LOSSES["softmax"](*(mine := leaves(torch.float32)))
-        torch.set_float32_matmul_precision(then)
-        torch.autograd.grad(value, mine)
-        assert torch.get_float32_matmul_precision() == then
-    finally:
-        torch.set_float32_matmul_precision(before)
-    assert seen == {{"highest": "ieee", "medium": "bf16"}[first]}
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -7,7 +7,6 @@ backward pass therefore uses the settings of its forward pass, even if they were
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,7 +33,7 @@ class Settings(NamedTuple):
     """Settings as integers, since operators take these."""
 
     workspace: int  #: bytes that a block of the matrix may take; 0: the device's default
-    precision: int  #: of float32 products, an index into `PRECISIONS`; of a call alone
+    precision: int  #: of float32 products when a call began, an index into `PRECISIONS`
     gather: int  #: bytes of features of all ranks that are gathered at once
     grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
 
@@ -60,34 +59,31 @@ def workspace(x: Tensor) -> int:
 
 def products(x: Tensor) -> str:
     """Precision of products of features like x, one of `PRECISIONS`; "" if no setting applies."""
-    if not _has_float32_products(x):
-        return ""
+    if not (x.dtype == torch.float32 or (x.element_size() == 2 and not x.is_cuda)):
+        return ""  # torch does not multiply them in float32
     call = _call.settings
     return PRECISIONS[precision(x.device.type) if call is None else call.precision]
 
 
 def of_call(x: Tensor) -> Settings:
-    """The current settings, for a call with features like x."""
-    products, chosen = precision(x.device.type) if _has_float32_products(x) else 0, current()
-    return Settings(workspace(x), products, chosen.gather, chosen.grid)
+    """The current settings, for a call with features like x.
+
+    The precision decides which backend computes the call, whose passes must agree in it; torch's
+    own products are as precise as torch's setting says when they are computed.
+    """
+    return current()._replace(workspace=workspace(x), precision=precision(x.device.type))
 
 
 @contextmanager
 def applied(settings: Sequence[int], x: Tensor) -> Iterator[None]:
     """Apply the settings that a call with features like x was made with, without autocast."""
-    call, outer, matmul = Settings(*settings), _call.settings, _matmul(x.device.type)
-    before = precision(x.device.type)
-    changes = _has_float32_products(x) and before != call.precision
+    outer = _call.settings
     try:
-        _call.settings = call
-        if changes:
-            matmul.fp32_precision = PRECISIONS[call.precision]
+        _call.settings = Settings(*settings)
         with without_autocast(x):
             yield
     finally:
         _call.settings = outer
-        if changes:
-            matmul.fp32_precision = PRECISIONS[before]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
@@ -101,24 +97,13 @@ def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
 # --- float32 products -----------------------------------------------------------------------------
 
 
-def _has_float32_products(x: Tensor) -> bool:
-    """Whether torch multiplies features like x in float32, whose precision is a setting."""
-    return x.dtype == torch.float32 or (x.element_size() == 2 and not x.is_cuda)
-
-
-@functools.cache  # every call needs it
-def _matmul(kind: str) -> Any:
-    """The object that holds the precision of a device's products."""
-    return (torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda).matmul
-
-
 # A constant for torch.compile, which cannot trace it. Switching TF32 on or off recompiles a
 # compiled function.
 @constant_in_graphs
 def precision(kind: str) -> int:
     """The precision of a device's float32 products: an index into `PRECISIONS`."""
     # torch.get_float32_matmul_precision raises if only this newer setting was used.
-    name = _matmul(kind).fp32_precision
+    name = (torch.backends.mkldnn if kind == "cpu" else torch.backends.cuda).matmul.fp32_precision
     return 0 if name == "none" else PRECISIONS.index(name)
 
 

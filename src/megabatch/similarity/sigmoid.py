@@ -227,14 +227,10 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 def _write(out: Tensor, deferred: Deferred, factor: Tensor, divisor: int) -> None:
     """out = the gradient times two factors, in its dtype."""
     if backends.uses_kernels(out):
-        from megabatch.similarity.triton.sigmoid import write_deferred
+        from megabatch.similarity.triton.blocks import scale_rows
 
-        if out.stride(1) == 1:
-            write_deferred(deferred, out, factor, divisor)
-        else:  # as features that are stored by columns
-            by_rows = torch.empty_like(deferred.values)
-            write_deferred(deferred, by_rows, factor, divisor)
-            out.copy_(by_rows)
+        row_scale = deferred.row_scale if len(deferred.row_scale) else None
+        scale_rows(deferred.values, out, factor, out.shape[1], divisor, row_scale=row_scale)
         return
     # Two dimensions, so that the product is formed in the factor's dtype and rounded once.
     factors = (factor * divisor).reshape(1, 1)

@@ -29,7 +29,7 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.distributed import schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
-from megabatch.similarity.eager_softmax import TEACHER_BUFFERS, SoftmaxTiles, SoftTargetTiles
+from megabatch.similarity.eager import TEACHER_BUFFERS, SoftmaxTiles, SoftTargetTiles
 from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
 from megabatch.similarity.ops import Reduction

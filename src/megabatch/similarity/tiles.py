@@ -1,6 +1,6 @@
 """The blocks of a matrix, as every reduction and backend computes them.
 
-Each reduction has two classes of tiles, in torch operations (`eager_softmax`, ...) and in Triton
+Each reduction has two classes of tiles, in torch operations (`eager`) and in Triton
 kernels (`triton/`). They differ in how a block is computed; this file has what they share.
 """
 

@@ -18,7 +18,7 @@ from megabatch.similarity import split_logsumexp
 from megabatch.similarity.distributed import comm, layout
 from megabatch.similarity.distributed.comm import group_name
 from tests.similarity.changes import CHANGES, LOSSES, gradients, leaves
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World, on_devices, on_processes
 
 
 def test_one_process_has_no_group() -> None:
@@ -55,6 +55,15 @@ def changed(change: str) -> Callable[[], Any]:
             return split_logsumexp(x(), x())
 
     return call
+
+
+def at_medium_precision() -> Any:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        return plain()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def guided(width: int) -> Callable[[], Any]:
@@ -103,7 +112,7 @@ DISAGREEMENTS: list[tuple[Callable[[], Any], Callable[[], Any], str, str]] = [
     (changed("no gather"), plain, "up to 0 bytes", "up to 402653184 bytes"),
     (changed("gather, smaller"), plain, "up to 65536 bytes", "up to 402653184 bytes"),
     (changed("grid"), plain, "grid: 2 columns", "grid: by hosts"),
-    (changed("precision"), plain, "products: bf16", "products: ieee"),
+    (at_medium_precision, plain, "products: bf16", "products: ieee"),
 ]
 
 
@@ -131,6 +140,16 @@ def test_every_function_compares_settings(world: World) -> None:
             pytest.raises(ValueError, match=r"the same call on all ranks, got .*up to 0 bytes"),
         ):
             call(*pair)
+
+
+@on_devices(2)
+def test_a_bad_target_or_k_is_an_error_on_every_process(world: World) -> None:
+    x = torch.randn(3, 4)
+    bad = torch.tensor([0, 6 if world.rank else 0, 1])
+    with pytest.raises(IndexError, match=r"\[0, 6\), got 0 to 6 on rank 1"):
+        similarity.ranks(x, x, bad)
+    with pytest.raises(ValueError, match="expected 1 to 6"):
+        similarity.topk(x, x, 7)
 
 
 # --- settings that may differ ---------------------------------------------------------------------

@@ -18,8 +18,8 @@ from megabatch import ClipLoss, SigLipLoss, similarity
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, layout, schedule
 from megabatch.similarity.distributed.comm import Pending
+from megabatch.similarity.eager import SoftmaxTiles
 from megabatch.similarity.eager_sigmoid import SigmoidTiles
-from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.transfers import (
     recorded,

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.eager_sigmoid import Deferred, SigmoidCall
+from megabatch.similarity.eager_sigmoid import SigmoidCall
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv
 from megabatch.similarity.triton.blocks import (
@@ -134,14 +134,6 @@ class SigmoidKernelTiles(KernelTiles):
             return None
         found = parts.sum(dtype=torch.float64)
         return found if self.call.weight_divisor is None else found * self.call.weight_divisor
-
-
-def write_deferred(deferred_grad: Deferred, out: Tensor, factor: Tensor, divisor: int) -> None:
-    """out = deferred_grad * factor * divisor, with the scale of each row."""
-    values, row_scale, _ = deferred_grad
-    scale_rows(
-        values, out, factor, out.shape[1], divisor, row_scale=row_scale if len(row_scale) else None
-    )
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -199,12 +199,8 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
         out = None if out is None else out[rows]
-        # The gradient of features that are stored by columns is stored so too.
-        target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
         features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
-        parts = scale_rows(total, target, factor, self.width, features=features)
-        if out is not None and target is not None and target is not out:
-            out.copy_(target)
+        parts = scale_rows(total, out, factor, self.width, features=features)
         return None if parts is None else parts.sum()
 
 
