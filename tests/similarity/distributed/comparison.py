@@ -12,8 +12,6 @@ from torch import Tensor
 from tests.similarity.distributed.processes import World
 
 D = 5
-#: Bytes of a round of one or two rows of each rank, of width `D`.
-ROUND = 6 * D * 8
 
 #: Rows of each rank; None: every rank has the same numbers.
 Sizes = Sequence[int] | None

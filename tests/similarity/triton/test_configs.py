@@ -54,9 +54,15 @@ def test_a_tuned_config_takes_precedence_for_its_own_key_only() -> None:
     configs.write(configs.path(), {KEY: BEST})
     assert configs.launch_config("forward", x) == BEST  # type: ignore[arg-type]
     assert configs.packaged("forward", x) == packaged  # type: ignore[arg-type]
-    for other in (Features(10_000, 512), Features(100, 768), torch.empty(10_000, 768)):
+    for other in (Features(10_000, 512), Features(100, 768)):
         assert configs.launch_config("forward", other) == configs.packaged("forward", other)  # type: ignore[arg-type]
     assert configs.launch_config("backward", x) == configs.packaged("backward", x)  # type: ignore[arg-type]
+
+
+def test_cpu_tensors_have_no_tuned_config() -> None:
+    configs.write(configs.path(), {KEY: BEST})
+    x = torch.empty(10_000, 768, dtype=torch.bfloat16)
+    assert configs.launch_config("forward", x) == configs.packaged("forward", x)
 
 
 def test_a_config_on_trial_takes_precedence() -> None:
@@ -69,12 +75,15 @@ def test_a_config_on_trial_takes_precedence() -> None:
 
 
 def test_entries_are_added_and_replaced() -> None:
-    assert configs.read(configs.path()) == {}  # there is no file
     other = replace(KEY, width=512)
     configs.write(configs.path(), {KEY: Config(), other: Config(rows=2)})
     configs.write(configs.path(), {KEY: BEST})
     assert configs.read(configs.path()) == {KEY: BEST, other: Config(rows=2)}
     assert [path.name for path in configs.path().parent.iterdir()] == ["kernels.json"]
+
+
+def test_no_file_is_an_empty_table() -> None:
+    assert configs.read(configs.path()) == {}
 
 
 @pytest.mark.parametrize(
