@@ -158,7 +158,7 @@ class GlooChannel:
         try:
             work.wait()
         except RuntimeError as error:
-            if time.monotonic() - began < self._at_once:  # and Gloo says why
+            if time.monotonic() - began < self._at_once:  # Gloo says why
                 raise
             raise RuntimeError(f"{error}; {self._missing()}") from error
 

@@ -288,9 +288,9 @@ def columns_for(hosts: int, ranks: int, most: int) -> int:
 
 @functools.lru_cache(maxsize=8)
 def ranks_per_host(names: tuple[str, ...]) -> int:
-    """The number of ranks of each host; 0 if they differ in it or a host's do not follow another.
+    """The number of ranks of each host, from the name of each rank's host.
 
-    names: of the ranks' hosts.
+    0: hosts differ in it, or the ranks of one are not consecutive.
     """
     hosts = [len(list(ranks)) for _, ranks in itertools.groupby(names)]
     return hosts[0] if len(set(names)) == len(hosts) and len(set(hosts)) == 1 else 0
