@@ -40,7 +40,6 @@ class State:
     group: bool  #: whether torch.distributed is initialised
     workspace: int | None
     gather: int
-    overlap: bool
     folder: str
     variables: dict[str, str]
 
@@ -48,7 +47,6 @@ class State:
     def now(cls) -> State:
         """As it is."""
         bounds = similarity.set_workspace, settings.set_gather
-        settings.set_overlap(overlap := settings.set_overlap(True))
         return cls(
             torch.get_default_dtype(),
             torch.empty(0).device,  # as torch.get_default_device(), which 2.9 has with a bug
@@ -58,7 +56,6 @@ class State:
             torch.is_grad_enabled(),
             dist.is_available() and dist.is_initialized(),
             *map(_set_and_back, bounds),
-            overlap,
             os.getcwd(),
             {name: text for name, text in os.environ.items() if not name.startswith(OWN)},
         )
@@ -80,7 +77,6 @@ class State:
         torch.set_grad_enabled(self.gradients)
         similarity.set_workspace(self.workspace)
         settings.set_gather(self.gather)
-        settings.set_overlap(self.overlap)
         if torch.empty(0).device != self.default_device:
             # None and not "cpu", which would leave a mode that sees every function's call.
             on_cpu = self.default_device.type == "cpu"

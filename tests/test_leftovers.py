@@ -25,7 +25,6 @@ from tests.leftovers import State
         ("gradients", lambda: torch.set_grad_enabled(False)),
         ("workspace", lambda: similarity.set_workspace(1 << 20)),
         ("gather", lambda: settings.set_gather(0)),
-        ("overlap", lambda: settings.set_overlap(False)),
         ("folder", lambda: os.chdir("/")),
         ("RANK", lambda: os.environ.update(RANK="1")),
     ],

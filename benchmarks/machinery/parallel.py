@@ -64,11 +64,21 @@ def shard(case: Case, team: Team) -> tuple[Tensor, Tensor]:
 @contextlib.contextmanager
 def without_overlap() -> Iterator[None]:
     """Wait for every transfer before the computation that it could overlap with."""
-    before = settings.set_overlap(False)
-    try:
+
+    def ended(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            transfer = begin(*arguments)
+            transfer.wait()
+            return transfer
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("gather", "sum"):
+            begin = getattr(layout.Layout, name)
+            stack.callback(setattr, layout.Layout, name, begin)
+            setattr(layout.Layout, name, ended(begin))
         yield
-    finally:
-        settings.set_overlap(before)
 
 
 @contextlib.contextmanager

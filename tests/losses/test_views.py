@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch.losses.terms import debiased
-from megabatch.similarity import eager, eager_softmax
+from megabatch.similarity import eager
 from tests.losses.reference import (
     assert_equal,
     dcl_of_logits,
@@ -81,14 +81,14 @@ def test_weighted_positives(sigma: float, normalize: bool) -> None:
 
 def test_computes_half_of_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    original = eager_softmax.forward_tile
+    original = eager.forward_tile
 
     def counting(logits: Any, *rest: Any) -> None:
         sizes.append(logits.numel())
         original(logits, *rest)
 
     monkeypatch.setattr(eager, "block_shape", lambda like, *_: (10, 10))
-    monkeypatch.setattr(eager_softmax, "forward_tile", counting)
+    monkeypatch.setattr(eager, "forward_tile", counting)
     mb.NTXentLoss(0.5)(torch.randn(50, 4), torch.randn(50, 4))
     assert sum(sizes) == 100 * (100 + 10) // 2
 

@@ -39,7 +39,6 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no gather": lambda: _setter(settings.set_gather, 0),
     "gather, smaller": lambda: _setter(settings.set_gather, 64 << 10),
     "grid": lambda: _setter(settings.set_grid, 2),
-    "overlap": lambda: _setter(settings.set_overlap, False),
     "precision": lambda: _pair(
         torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
     ),

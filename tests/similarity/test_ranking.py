@@ -1,99 +1,156 @@
+"""`ranks` and `topk`, in torch operations and by the kernels."""
+
 from __future__ import annotations
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from megabatch import similarity
 from megabatch.similarity import dense, eager
+from megabatch.similarity import settings as call_settings
 from tests.similarity.features import MAKERS
+from tests.similarity.triton import DEVICE, HALVES, MARKS
+
+pytestmark = MARKS[1]
+#: Backend -> dtypes of features.
+DTYPES = {"torch": [torch.float64, torch.float32, torch.bfloat16], "kernels": HALVES}
+Ids = tuple[Tensor, Tensor] | None
+
+
+def whole_numbers(m: int, n: int, d: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Features whose products are exact, so that ties are ties in any order of summation."""
+    x, y = ((4 * t).round().to(DEVICE, dtype) for t in MAKERS["clustered"](m, n, d))
+    return x, y
+
+
+def some_ids(m: int, n: int) -> tuple[Tensor, Tensor]:
+    return torch.randint(-1, 4, (m,), device=DEVICE), torch.randint(-1, 4, (n,), device=DEVICE)
+
+
+def assert_ranks(x: Tensor, y: Tensor, target: Tensor, ids: Ids) -> None:
+    ours = similarity.ranks(x, y, target, ids=ids)
+    truth = dense.ranks(x.double(), y.double(), target, ids=ids)
+    for a, b in zip(ours, truth, strict=True):
+        assert a.dtype == torch.int64
+        assert torch.equal(a, b)
+
+
+def assert_topk(x: Tensor, y: Tensor, k: int, ids: Ids) -> None:
+    """The scores are the largest ones, each of another column; a missing one is -inf, of -1."""
+    scores, indices = similarity.topk(x, y, k, ids=ids)
+    truth = x.double() @ y.double().T
+    if ids is not None:
+        truth.masked_fill_((ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None], -torch.inf)
+    assert torch.equal(scores.double(), truth.topk(k, dim=1).values)
+    missing = scores == -torch.inf
+    assert torch.equal(indices == -1, missing)
+    assert torch.equal(truth.gather(1, indices.clamp(min=0))[~missing], scores.double()[~missing])
+    for row in indices.tolist():
+        present = [i for i in row if i >= 0]
+        assert len(set(present)) == len(present)
 
 
 @settings(deadline=None, max_examples=60)
 @given(
     m=st.integers(1, 60),
     n=st.integers(1, 60),
+    share=st.floats(0, 1),
     block=st.tuples(st.integers(1, 30), st.integers(1, 30)),
-    maker=st.sampled_from(["random", "duplicated", "clustered"]),
     with_ids=st.booleans(),
 )
-def test_ranks_equal_the_dense_counts(
-    m: int, n: int, block: tuple[int, int], maker: str, with_ids: bool
+def test_any_shape_and_block(
+    m: int, n: int, share: float, block: tuple[int, int], with_ids: bool
 ) -> None:
-    # Products of small integers are exact, so that ties are ties in any order of summation.
-    x, y = ((4 * t).round() for t in MAKERS[maker](m, n, 5))
-    target = torch.randint(0, n, (m,))
-    ids = (torch.randint(-1, 4, (m,)), torch.randint(-1, 4, (n,))) if with_ids else None
+    x, y = whole_numbers(m, n, 5, torch.float64)
+    ids = some_ids(m, n) if with_ids else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "block_shape", lambda like, *_: block)
-        ours = similarity.ranks(x, y, target, ids=ids)
-    for a, b in zip(ours, dense.ranks(x, y, target, ids=ids), strict=True):
-        assert torch.equal(a, b)
+        assert_ranks(x, y, torch.randint(0, n, (m,), device=DEVICE), ids)
+        assert_topk(x, y, 1 + int(share * (n - 1)), ids)
 
 
-@pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_target_is_never_beaten_by_itself(dtype: torch.dtype) -> None:
-    x, _ = MAKERS["random"](300, 300, 37)
-    x = x.to(dtype)
-    above, equal = similarity.ranks(x, x.clone(), torch.arange(300))
-    assert above.sum() == 0
-    assert equal.sum() == 0
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize(
+    ("m", "n", "d", "k", "widest", "rows"),
+    [(130, 300, 64, 3, 65_536, 4096), (300, 1300, 20, 1, 1024, 128), (1, 1, 8, 1, 1024, 128),
+     (140, 257, 7, 257, 128, 128), (5, 1500, 16, 2, 1024, 128)],
+)  # fmt: skip
+def test_many_blocks(
+    m: int, n: int, d: int, k: int, widest: int, rows: int, with_ids: bool, backend: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """`widest`, `rows`: of the kernels' blocks of scores."""
+    if backend == "kernels":
+        from megabatch.similarity.triton import ranking
+
+        size = rows * min(widest, 1408) * 4 * 4 // 3
+        monkeypatch.setattr(ranking, "WIDEST", widest)
+        monkeypatch.setattr(call_settings, "workspace", lambda like: size)
+    for dtype in DTYPES[backend]:
+        x, y = whole_numbers(m, n, d, dtype)
+        ids = some_ids(m, n) if with_ids else None
+        for target in (torch.randint(0, n, (m,)), torch.arange(m) * n // m):
+            assert_ranks(x, y, target.to(DEVICE), ids)
+        assert_topk(x, y, k, ids)
+        # Views of other tensors give the same.
+        vectors = (target.to(DEVICE), *(ids or ()))
+        wide = [torch.stack([t, t], 1)[:, 0] for t in (x, y, *vectors)]
+        assert_ranks(wide[0], wide[1], wide[2], (wide[3], wide[4]) if with_ids else None)
 
 
-def test_a_collapsed_model_ties_with_everything() -> None:
-    x = torch.ones(50, 8) / 8**0.5
-    above, equal = similarity.ranks(x, x, torch.arange(50))
-    assert above.sum() == 0
-    assert (equal == 49).all()
+@pytest.mark.parametrize("d", [37, 200])
+def test_a_target_neither_beats_nor_equals_itself(d: int, backend: str) -> None:
+    for dtype in DTYPES[backend]:
+        x, y = (t.to(DEVICE, dtype) for t in MAKERS["random"](300, 1500, d))
+        target = torch.randint(0, 1500, (300,), device=DEVICE)
+        y[target] = x  # the highest score of a unit vector, unless rows share a target
+        above, equal = similarity.ranks(x, y, target)
+        scores = x.double() @ y.double().T
+        own = scores.gather(1, target[:, None])
+        # Counts agree for scores that differ by more than the products' rounding.
+        slack = 1e-2
+        assert (above >= (scores > own + slack).sum(1)).all()
+        assert (above + equal <= (scores > own - slack).sum(1) - 1).all()
+        best = (scores > own - slack).sum(1) == 1
+        assert best.any()
+        assert above[best].sum() == equal[best].sum() == 0
 
 
 @pytest.mark.parametrize(("m", "n", "d"), [(63, 1027, 64), (3, 31, 511), (2, 333, 64), (1, 9, 7)])
-def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int) -> None:
+def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int, backend: str) -> None:
+    """As those of a collapsed model do."""
     feature = torch.randn(1, d, generator=torch.Generator().manual_seed(d))
-    x, y = (torch.nn.functional.normalize(feature).repeat(rows, 1) for rows in (m, n))
-    for target in (0, n - 1):
-        above, equal = similarity.ranks(x, y, torch.full((m,), target))
-        assert above.sum() == 0
-        assert (equal == n - 1).all()
+    feature = torch.nn.functional.normalize(feature)
+    for dtype in DTYPES[backend][-2:]:
+        x, y = (feature.to(DEVICE, dtype).repeat(rows, 1) for rows in (m, n))
+        for target in (0, n - 1):
+            above, equal = similarity.ranks(x, y, torch.full((m,), target, device=DEVICE))
+            assert above.sum() == 0
+            assert (equal == n - 1).all()
 
 
-def test_a_nan_query_ranks_last() -> None:
-    x = torch.randn(4, 3)
+def test_nan_scores(backend: str) -> None:
+    """A row whose target scores NaN counts every column as above; the best columns are NaN."""
+    x, y = whole_numbers(5, 1500, 16, DTYPES[backend][-1])
     x[1] = torch.nan
-    above, equal = similarity.ranks(x, torch.randn(9, 3), torch.zeros(4, dtype=torch.int64))
-    assert above[1] == 8
+    y[700] = torch.nan
+    above, equal = similarity.ranks(x, y, torch.full((5,), 3, device=DEVICE))
+    assert above[1] == 1499
     assert equal[1] == 0
+    assert (above[[0, 2, 3, 4]] >= 1).all()
+    scores, indices = similarity.topk(x[2:], y, 2)
+    assert scores[:, 0].isnan().all()
+    assert (indices[:, 0] == 700).all()
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    m=st.integers(1, 40),
-    n=st.integers(1, 60),
-    share=st.floats(0, 1),
-    block=st.tuples(st.integers(1, 30), st.integers(1, 30)),
-)
-def test_topk_equals_the_dense_one(m: int, n: int, share: float, block: tuple[int, int]) -> None:
-    k = 1 + int(share * (n - 1))
-    x, y = MAKERS["random"](m, n, 5)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "block_shape", lambda like, *_: block)
-        scores, indices = similarity.topk(x, y, k)
-    truth = (x @ y.T).topk(k, dim=1)
-    torch.testing.assert_close(scores, truth.values, rtol=0, atol=1e-12)
-    torch.testing.assert_close((x @ y.T).gather(1, indices), truth.values, rtol=0, atol=1e-12)
-    assert all(len(set(row)) == k for row in indices.tolist())
-
-
-def test_topk_leaves_out_equal_ids() -> None:
-    x = torch.randn(5, 4)
-    ids = torch.tensor([0, 0, 0, 0, 1])
-    scores, indices = similarity.topk(x, x, 3, ids=(ids, ids))
-    assert indices[:4, 0].tolist() == [4, 4, 4, 4]
-    assert indices[:4, 1:].eq(-1).all()
-    assert scores[:4, 1:].eq(-torch.inf).all()
-    assert set(indices[4].tolist()) < {0, 1, 2, 3}
+def test_no_rows(backend: str) -> None:
+    x, y = whole_numbers(3, 5, 8, DTYPES[backend][-1])
+    above, equal = similarity.ranks(x[:0], y, torch.zeros(0, dtype=torch.int64, device=DEVICE))
+    assert above.shape == equal.shape == (0,)
+    assert similarity.topk(x[:0], y, 2)[0].shape == (0, 2)
 
 
 def test_autocast_changes_nothing() -> None:
@@ -104,3 +161,18 @@ def test_autocast_changes_nothing() -> None:
         ours = *similarity.ranks(x, y, target), *similarity.topk(x, y, 3)
     for a, b in zip(ours, truth, strict=True):
         assert torch.equal(a, b)
+
+
+@settings(deadline=None, max_examples=60)
+@given(m=st.integers(1, 9), tiles=st.integers(1, 32), k=st.integers(1, 6), levels=st.integers(1, 9))
+def test_topk_from_the_maxima_of_chunks(m: int, tiles: int, k: int, levels: int) -> None:
+    pytest.importorskip("triton")
+    from megabatch.similarity.triton import ranking
+
+    s = torch.randint(-levels, levels, (m, tiles * 128)).float()
+    s[torch.rand(s.shape) < 0.5] = -torch.inf
+    tops = s.unflatten(1, (-1, 128)).amax(2)
+    value, column = ranking._best(s, tops, k)
+    assert torch.equal(value, s.topk(k, dim=1).values)
+    assert torch.equal(s.gather(1, column), value)
+    assert all(len(set(row)) == k for row in column.tolist())

@@ -162,15 +162,3 @@ def test_without_gradients(loss: str) -> None:
     with torch.inference_mode():
         assert torch.equal(LOSSES[loss](*mine), truth)
     assert torch.equal(LOSSES[loss](*plain), truth)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_one_tensor_as_both_x_and_y(loss: str) -> None:
-    """With a gradient through x, through y, and through both."""
-    mine = leaves(torch.float64)
-    copies = [leaf.detach().clone().requires_grad_() for leaf in (mine[0], mine[0], mine[2])]
-    dx, dy, _ = torch.autograd.grad(LOSSES[loss](*copies), copies)
-    (both,) = torch.autograd.grad(LOSSES[loss](mine[0], mine[0], mine[2]), mine[:1])
-    (one,) = torch.autograd.grad(LOSSES[loss](mine[0], mine[0].detach(), mine[2]), mine[:1])
-    (other,) = torch.autograd.grad(LOSSES[loss](mine[0].detach(), mine[0], mine[2]), mine[:1])
-    close([both, one, other], [dx + dy, dx, dy])

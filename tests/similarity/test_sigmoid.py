@@ -114,30 +114,6 @@ def test_any_shape_and_ids(
         check((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1), (2, 3), ()])
-@pytest.mark.parametrize("weight", [None, torch.rand(40)])
-def test_gradients_of_some_inputs_alone(needed: tuple[int, ...], weight: Any) -> None:
-    ids = torch.arange(40) % 7, torch.arange(30) % 5
-    values = (*MAKERS["random"](40, 30, 6), 9.0, -2.0)
-    full = leaves(*values)
-    total = similarity.softplus_sum(*full, ids=ids, weight=weight)
-    total.backward()
-    some = [
-        torch.as_tensor(v, dtype=torch.float64).clone().requires_grad_(i in needed)
-        for i, v in enumerate(values)
-    ]
-    other = similarity.softplus_sum(*some, ids=ids, weight=weight)
-    assert other == total
-    assert other.requires_grad == bool(needed)
-    if needed:
-        other.backward()
-    for i in range(4):
-        if i in needed:
-            torch.testing.assert_close(some[i].grad, full[i].grad, rtol=1e-12, atol=1e-12)
-        else:
-            assert some[i].grad is None
-
-
 def test_no_gradients_are_stored_if_none_is_needed() -> None:
     x = torch.randn(40, 4, requires_grad=True)
     with torch.no_grad():
@@ -153,22 +129,6 @@ def test_no_gradients_are_stored_if_none_is_needed() -> None:
         )
         assert [r.numel() for r in results] == [1, 0, 0, 0, 0, 1, 1]
         assert not similarity.softplus_sum(x, x, 1.0, 0.0).requires_grad
-
-
-def test_opcheck() -> None:
-    x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
-    scale, bias = leaves(2.0, -1.0)
-    ids = (torch.arange(6) % 3, torch.arange(5) % 3)
-    weight = torch.rand(6, dtype=torch.float64)
-    teacher = x.detach()[:, :2], y.detach()[:, :2], scale.detach(), bias.detach()
-    for arguments in (
-        (x, y, scale, bias, *ids, weight, *[None] * 4, "plain", True, True, True, True),
-        (x[:5], y, scale, bias, *[None] * 7, "paired", True, True, True, True),
-        (x.detach(), y, scale, bias.detach(), *ids, *[None] * 5, "plain", False, True, True, False),
-        (x, y, scale, bias, *[None] * 3, *teacher, "plain", True, True, True, True),
-    ):
-        plain = ("", [*call_settings.of_call(x)])
-        torch.library.opcheck(torch.ops.megabatch.softplus_sum.default, (*arguments, *plain))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -189,14 +149,3 @@ def test_small_losses_are_not_truncated_to_zero() -> None:
     x = torch.eye(4, dtype=torch.float64)
     total = similarity.softplus_sum(x, x, 80.0, -40.0)
     torch.testing.assert_close(total.item(), 16 * torch.tensor(-40.0).double().exp().item())
-
-
-def test_no_pairs_and_non_finite_features() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    ids = torch.arange(3), torch.zeros(0).long()
-    total = similarity.softplus_sum(x, torch.randn(0, 4), 1.0, 0.0, ids=ids)
-    total.backward()
-    assert total == 0
-    assert not x.grad.any()
-    for bad in (torch.nan, torch.inf):
-        assert not similarity.softplus_sum(x, torch.full((3, 4), bad), 1.0, 0.0).isfinite()

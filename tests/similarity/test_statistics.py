@@ -14,7 +14,7 @@ from torch import Tensor
 from megabatch import similarity
 from megabatch.similarity import dense, eager, softmax, tiles
 from megabatch.similarity import settings as call_settings
-from tests.similarity.exact import assert_same, compare, leaves, weighted_sum
+from tests.similarity.exact import compare, leaves, weighted_sum
 from tests.similarity.features import MAKERS
 
 SCALES = (0.01, 14.3, 200.0)
@@ -54,10 +54,11 @@ def compare_split(arguments: list[Any], options: dict[str, Any], for_dense: Any 
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("ceiling", ["none", "logits", "guide"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("maker", MAKERS)
-def test_split_logsumexp_is_exact(maker: str, kind: str, ceiling: str) -> None:
+def test_split_logsumexp_is_exact(maker: str, kind: str) -> None:
+    """Each kind of ids, and each kind of features, with every kind of ceiling."""
+    ceiling = ("none", "logits", "guide")[(list(MAKERS).index(maker) + 2 * KINDS.index(kind)) % 3]
     m, n = 90, 61 if kind in ("some", "all", "none") else 90
     x, y = MAKERS[maker](m, n, 12)
     scale = SCALES[(list(MAKERS).index(maker) + KINDS.index(kind)) % 3]
@@ -125,53 +126,6 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
     assert error.max() < 1e-3
 
 
-def test_rows_only_equal_the_rows_of_both_sides() -> None:
-    x, y = (t.float() for t in MAKERS["random"](50, 30, 8))
-    rows, columns = similarity.logsumexp(x, y, 20.0, sides="rows")
-    assert columns is None
-    torch.testing.assert_close(rows, similarity.logsumexp(x, y, 20.0)[0], rtol=0, atol=0)
-    split_rows, nothing = similarity.split_logsumexp(x, None, 20.0, sides="rows")
-    assert nothing is None
-    assert split_rows.negative.shape == (50,)
-
-
-@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2), (0, 1)])
-def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
-    x, y = MAKERS["random"](40, 30, 6)
-    full = leaves(x, y, 9.0)
-    weighted_sum(list(similarity.logsumexp(*full))).backward()
-    some = [
-        torch.as_tensor(v, dtype=torch.float64).clone().requires_grad_(i in needed)
-        for i, v in enumerate((x, y, 9.0))
-    ]
-    weighted_sum(list(similarity.logsumexp(*some))).backward()
-    for i in range(3):
-        if i in needed:
-            assert_same(some[i].grad, full[i].grad)
-        else:
-            assert some[i].grad is None
-
-
-def test_opcheck() -> None:
-    x, y = (t.requires_grad_() for t in MAKERS["random"](6, 5, 3))
-    scale = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    ids, guides = (
-        (torch.arange(6) % 3, torch.arange(5) % 3),
-        (x[:5, :1].detach(), y[:, :1].detach()),
-    )
-    for arguments in (
-        (x, y, scale, *[None] * 6, "plain", True, True),
-        (x, y, scale, *ids, *[None] * 4, "plain", False, False),
-        (x, None, scale, *[None] * 6, "dropped", False, True),
-        (x[:5], y, scale, None, None, torch.zeros(5), *guides, None, "paired", True, True),
-        (x[:5], y, scale, *[None] * 3, *guides, scale.detach(), "paired", True, True),
-    ):
-        own = [*call_settings.of_call(x)]
-        plain = ("logsumexp", "", own)
-        torch.library.opcheck(torch.ops.megabatch.logsumexps.default, (*arguments, *plain))
-    torch.library.opcheck(torch.ops.megabatch.row_products.default, (x[:5], y))
-
-
 @settings(deadline=None, max_examples=40)
 @given(
     m=st.integers(1, 70),
@@ -190,38 +144,6 @@ def test_any_shape_scale_and_block(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eager, "block_shape", lambda like, *_: block)
         compare_split([x, y, math.exp(log_scale)], {"ids": some_ids(m, n, classes)})
-
-
-def test_no_pairs_at_all() -> None:
-    x = torch.randn(3, 4, requires_grad=True)
-    rows, columns = similarity.logsumexp(x, torch.randn(0, 4))
-    assert rows.tolist() == [-torch.inf] * 3
-    assert columns is not None
-    assert columns.shape == (0,)
-    one, _ = similarity.split_logsumexp(x[:1], x[:1])
-    assert one.negative.item() == -torch.inf
-    one.negative.sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.zeros_like(x))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_features_give_non_finite_results(value: float) -> None:
-    x, y = torch.randn(20, 4), torch.randn(20, 4)
-    x[7, 2] = value
-    rows, columns = similarity.logsumexp(x, y, 10.0)
-    assert not rows[7].isfinite()
-    assert columns is not None
-    assert rows[:7].isfinite().all()
-    assert not columns.isfinite().all()
-
-
-def test_strided_features() -> None:
-    x, y = MAKERS["random"](40, 40, 12)
-    ours = similarity.logsumexp(x.T.contiguous().T, y[:, ::2].repeat(1, 2), 5.0)
-    truth = dense.logsumexp(x, y[:, ::2].repeat(1, 2), 5.0)
-    for a, b in zip(ours, truth, strict=True):
-        assert_same(a, b)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -258,14 +180,3 @@ def test_no_logits_are_saved_without_gradients_or_room() -> None:
     plain = (False, "logsumexp", "", call_settings.of_call(x))
     assert torch.ops.megabatch.logsumexps(*arguments, *plain)[3].numel() == 0
     assert softmax.saved_logits(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10
-
-
-def test_block_shape_follows_the_workspace() -> None:
-    like = torch.empty(10, 64)
-    before = similarity.set_workspace(1 << 20)
-    try:
-        rows, columns = eager.block_shape(like)
-        assert 6 * 4 * rows * columns <= 1 << 20
-    finally:
-        similarity.set_workspace(before)
-    assert eager.block_shape(like)[0] > rows

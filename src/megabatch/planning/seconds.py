@@ -15,8 +15,7 @@ from megabatch.planning.machine import Machine
 from megabatch.planning.memory import State
 from megabatch.planning.micro_batches import MicroBatches
 from megabatch.planning.speeds import Speeds
-from megabatch.similarity.distributed.grid import columns_for, most_sharing
-from megabatch.similarity.distributed.schedule import round_rows
+from megabatch.similarity.distributed.schedule import columns_for, most_sharing, round_rows
 
 #: A sweep of a loss takes `PER_OPERATION + PER_LOGIT / d` of the time of its operations in large
 #: products: the exponentials and reductions of a tile do not depend on the width d.

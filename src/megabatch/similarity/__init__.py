@@ -19,7 +19,6 @@ from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.settings import (
     set_gather,
     set_grid,
-    set_overlap,
     set_workspace,
 )
 from megabatch.similarity.sigmoid import softplus_sum
@@ -41,7 +40,6 @@ __all__ = [
     "set_abort_on_lost_rank",
     "set_gather",
     "set_grid",
-    "set_overlap",
     "set_workspace",
     "share_of_mean",
     "soft_target_stacks",

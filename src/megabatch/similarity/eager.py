@@ -1,15 +1,22 @@
-"""Blocks of the similarity matrix in torch operations, on any device; the reference for kernels."""
+"""Blocks of log-sum-exps and of soft targets in torch operations, on any device."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from megabatch.similarity import settings
+from megabatch.similarity import settings, states
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.tiles import Tiles, rounds_left
+from megabatch.similarity.tiles import StateTiles, Tiles, rounds_left
 
+#: (positive, dropped) of a block, as `Matrix.masks` returns them.
+Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
+#: Buffers of a block's size for a teacher's logits.
+TEACHER_BUFFERS = 2
 #: Buffers of a block's size that live at once in the worst case (ids with a ceiling).
 BUFFERS = 6
 
@@ -81,3 +88,278 @@ def buffer_views(buffers: Tensor, i: slice, j: slice) -> list[Tensor]:
     """The first elements of each buffer as a block of rows `i` and columns `j`."""
     m, n = i.stop - i.start, j.stop - j.start
     return [buffer[: m * n].view(m, n) for buffer in buffers]
+
+
+# --- log-sum-exps ---------------------------------------------------------------------------------
+
+
+class SoftmaxTiles(StateTiles, EagerTiles):
+    """Tiles whose upstream is the tensor that is sent with the columns."""
+
+    def __init__(self, matrix: Matrix, scale: Tensor, saved: Tensor) -> None:
+        """`saved`: a tensor for the logits of the first blocks, which the backward pass reads."""
+        super().__init__(matrix)
+        self.numbers = states.SPLIT if matrix.has_positives else states.NEGATIVES
+        self.forward_blocks = self.block_rows, self.block_cols
+        self.scale = scale
+        self._scratch = self._buffers(2)
+        self._saved = self._saved_blocks(saved)
+
+    def forward(
+        self,
+        rows: Tensor,
+        cols: Tensor | None,
+        overwrite: tuple[bool, bool],
+        to_results: bool = False,
+    ) -> None:
+        for i, j, own, other in self.blocks_with_states(rows, cols, overwrite, to_results):
+            sides = (own,) if other is None else (own, other)
+            for side in sides:
+                if side.is_first:
+                    self.clear(side.numbers)
+            out, scratch = self._place(i, j)
+            s = logits(self.x[i], self.y[j], self.scale, out)
+            self.merge_block(i, j, s, scratch, [side.numbers for side in sides])
+            for side in sides:
+                if side.is_last:
+                    self.write_results(side.numbers[None].clone(), self.results(side.numbers))
+
+    def merge_block(
+        self, i: slice, j: slice, s: Tensor, scratch: Tensor, sides: Sequence[Tensor]
+    ) -> None:
+        """Merge a block of logits into the states of its rows and, if given, of its columns."""
+        forward_tile(s, self._masks(i, j, s, scratch), sides, scratch)
+
+    def gradient_block(
+        self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
+    ) -> Tensor:
+        s, scratch = self._place(i, j)
+        if (i.start, j.start) not in self._saved:
+            s = logits(self.x[i], self.y[j], self.scale, s)
+        rows = None if rows is None else rows[:, i]
+        cols = None if cols is None else cols[:, j]
+        buffers = buffer_views(self._scratch, i, j)[0], scratch
+        return gradient_tile(s, self._masks(i, j, s, scratch), rows, cols, buffers)
+
+    def _masks(self, i: slice, j: slice, s: Tensor, scratch: Tensor) -> Masks:
+        """Masks of a block of logits `s`; a guide's products overwrite `scratch`."""
+        block = self.matrix.view(i, j)
+        guide_x, guide_y = block.rows.guide, block.cols.guide
+        if guide_x is None or guide_y is None:
+            return block.masks(s)
+        return block.masks(logits(guide_x, guide_y, out=scratch))
+
+    def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+        """Where the logits of a block are, and a buffer of its size."""
+        first, second = buffer_views(self._scratch, i, j)
+        return self._saved.get((i.start, j.start), first), second
+
+    def _saved_blocks(self, saved: Tensor) -> dict[tuple[int, int], Tensor]:
+        """Views of `saved` for the blocks that fit into it, by their first pair."""
+        blocks: dict[tuple[int, int], Tensor] = {}
+        used = 0
+        for i in self.row_blocks():
+            for j in self.col_blocks(i):
+                m, n = i.stop - i.start, j.stop - j.start
+                if used + m * n > saved.numel():
+                    return blocks
+                blocks[i.start, j.start] = saved[used : used + m * n].view(m, n)
+                used += m * n
+        return blocks
+
+
+def forward_tile(s: Tensor, masks: Masks, sides: Sequence[Tensor], scratch: Tensor) -> None:
+    """Merge a block of logits `s` (m, n) into the states of its rows and, if given, columns."""
+    positive, dropped = masks
+    if positive is None and dropped is None:
+        shift = merge_sum(sides[0][:2], s, 1, scratch)
+        for cols in sides[1:]:
+            if not _merge_shared(cols[:2], scratch, shift):
+                merge_sum(cols[:2], s, 0, scratch)
+        return
+    negatives = s.clone()
+    for mask in masks:
+        if mask is not None:
+            negatives.masked_fill_(mask, -torch.inf)
+    for state, dim in zip(sides, (1, 0), strict=False):
+        merge_sum(state[:2], negatives, dim, scratch)
+        if positive is not None:
+            merge_sum(state[2:4], s.masked_fill(~positive, -torch.inf), dim, scratch)
+            state[4] += s.masked_fill(~positive, 0).sum(dim)
+            state[5] += positive.sum(dim)
+
+
+def gradient_tile(
+    s: Tensor,
+    masks: Masks,
+    rows: Tensor | None,
+    cols: Tensor | None,
+    buffers: tuple[Tensor, Tensor],
+) -> Tensor:
+    """dS of a block of logits `s`, in their dtype; destroys `s` if that is the first buffer.
+
+    `rows` and `cols` are upstreams; both are combined before dS is rounded for the products.
+    """
+    positive, dropped = masks
+    if positive is None:
+        ds = softmax_grad(s, rows, cols, 0, buffers)
+    else:
+        ds = torch.where(
+            positive,
+            softmax_grad(s, rows, cols, 2, (torch.empty_like(s), torch.empty_like(s))),
+            softmax_grad(s, rows, cols, 0, buffers),
+        )
+    return ds if dropped is None else ds.masked_fill(dropped, 0)
+
+
+def merge_sum(state: Tensor, s: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Merge the exponentials of `s` along `dim` into (largest, shifted sum).
+
+    Leaves e^(s - shift) in `out` and returns the shift.
+    """
+    largest = torch.maximum(state[0], s.amax(dim))
+    # A row without any pair yet keeps -inf as its largest; shift by 0 there, not by -inf.
+    shift = largest.masked_fill(largest == -torch.inf, 0)
+    exponentials = torch.sub(s, shift.unsqueeze(dim), out=out).exp_()
+    state[1].mul_((state[0] - shift).exp_()).add_(exponentials.sum(dim))
+    state[0].copy_(largest)
+    return shift
+
+
+def _merge_shared(state: Tensor, exponentials: Tensor, shift: Tensor) -> bool:
+    """Merge the columns' sums from the rows' e^(s - shift), if these are accurate enough.
+
+    This takes one exponential per logit instead of two. Weighting each row by
+    e^(shift - reference) gives the columns' sums relative to one reference. Terms that underflow
+    are below the smallest normal number, so a sum above its power 2/3 has lost nothing relevant.
+    """
+    if exponentials.device.type != "cpu":  # the check would stall a GPU's stream
+        return False
+    reference = shift.max()
+    sums = (shift - reference).exp_() @ exponentials
+    if (sums < torch.finfo(sums.dtype).tiny ** (2 / 3)).any():
+        return False
+    largest = torch.maximum(state[0], reference)
+    state[1].mul_((state[0] - largest).exp_()).add_(sums.mul_((reference - largest).exp_()))
+    state[0].copy_(largest)
+    return True
+
+
+def softmax_grad(
+    s: Tensor,
+    rows: Tensor | None,
+    cols: Tensor | None,
+    start: int,
+    buffers: tuple[Tensor, Tensor],
+) -> Tensor:
+    """The gradient of each logit in `s`, as a negative pair (start 0) or a positive one (2).
+
+    The first buffer may be `s` itself, which is then destroyed.
+    """
+    scratch, out = buffers
+    if rows is not None and cols is not None and start == 0 and _shareable(rows, cols):
+        reference = rows[0].max()
+        row_factor = (reference - rows[0]).exp_().mul_(rows[1])
+        col_factor = (reference - cols[0]).exp_().mul_(cols[1])
+        torch.add(row_factor[:, None], col_factor, out=out)
+        return out.mul_(torch.sub(s, reference, out=scratch).exp_())
+    if rows is not None:
+        torch.sub(s, rows[start, :, None], out=out).exp_().mul_(rows[start + 1, :, None])
+    else:
+        out.zero_()
+    if cols is not None:
+        exponentials = torch.sub(s, cols[start], out=scratch).exp_()
+        out.addcmul_(exponentials, cols[start + 1])
+    if start == 2 and rows is not None:
+        out += rows[4, :, None]
+    if start == 2 and cols is not None:
+        out += cols[4]
+    return out
+
+
+def _shareable(rows: Tensor, cols: Tensor) -> bool:
+    """Whether one exponential serves both sides of a block: their log-sum-exps differ little.
+
+    If they are within 40 of each other, terms that underflow relative to the largest (e^-87 in
+    float32) are probabilities below e^-47.
+    """
+    if rows.device.type != "cpu":  # the check would stall a GPU's stream
+        return False
+    low, high = torch.aminmax(torch.cat([rows[0], cols[0]]))
+    return bool(high - low < 40)
+
+
+# --- soft targets ---------------------------------------------------------------------------------
+
+
+class SoftTargetTiles(SoftmaxTiles):
+    """Tiles whose sides' guides are the teacher's features."""
+
+    def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
+        super().__init__(matrix, scale, scale.new_empty(0))
+        self.numbers, self.teacher_scale = states.TARGETS, teacher_scale
+        self._teacher_scratch = self._buffers(TEACHER_BUFFERS)
+
+    def merge_block(
+        self, i: slice, j: slice, s: Tensor, scratch: Tensor, sides: Sequence[Tensor]
+    ) -> None:
+        before = [states.student_largest(state) for state in sides]
+        masks = self.matrix.view(i, j).masks(s)
+        forward_tile(s, masks, [state[:6] for state in sides], scratch)
+        t, positive = self._teacher_logits(i, j), masks[0]
+        for state, old, dim in zip(sides, before, (1, 0), strict=False):
+            _merge_targets(state, old, s, t, positive, dim, scratch)
+
+    def gradient_block(
+        self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
+    ) -> Tensor:
+        own = None if rows is None else rows[:, i]
+        others = None if cols is None else cols[:, j]
+        out, scratch = self._place(i, j)
+        s = logits(self.x[i], self.y[j], self.scale, out)
+        ds = softmax_grad(s, own, others, 0, (s, scratch))
+        t, buffer = self._teacher_logits(i, j), buffer_views(self._teacher_scratch, i, j)[1]
+        teacher_own = None if own is None else own[2:4]
+        teacher_others = None if others is None else others[2:4]
+        ds.sub_(softmax_grad(t, teacher_own, teacher_others, 0, (t, buffer)))
+        positive, _ = self.matrix.view(i, j).masks(ds)
+        if positive is None:
+            return ds
+        gradient = torch.zeros_like(ds)
+        for side, dim in ((own, 1), (others, 0)):
+            if side is not None:
+                gradient += side[4].unsqueeze(dim)
+        return torch.where(positive, gradient, ds)
+
+    def _teacher_logits(self, i: slice, j: slice) -> Tensor:
+        teacher_x, teacher_y = self.matrix.rows.guide, self.matrix.cols.guide
+        assert teacher_x is not None
+        assert teacher_y is not None
+        out = buffer_views(self._teacher_scratch, i, j)[0]
+        return logits(teacher_x[i], teacher_y[j], self.teacher_scale, out=out)
+
+
+def _merge_targets(
+    state: Tensor,
+    old: Tensor,
+    s: Tensor,
+    t: Tensor,
+    positive: Tensor | None,
+    dim: int,
+    scratch: Tensor,
+) -> None:
+    """Merge the teacher's logits `t` into a state that already has the student's, `s`.
+
+    old: the student's largest logits before. positive: the pairs (i, i), if there are any here.
+    """
+    top = states.finite(states.student_largest(state))
+    # The sum so far was relative to the old reference.
+    state[8].addcmul_(top - torch.where(old == -torch.inf, top, old), state[7])
+    if positive is not None:
+        own = t.masked_fill(~positive, -torch.inf).amax(dim)
+        torch.maximum(state[9], own, out=state[9])
+        t = t.masked_fill(positive, -torch.inf)
+    before = states.finite(state[6])
+    shift = merge_sum(state[6:8], t, dim, scratch)  # leaves e^(t - shift) in scratch
+    below = top.unsqueeze(dim) - s
+    state[8].mul_((before - shift).clamp_(max=0).exp_()).add_((scratch * below).sum(dim))

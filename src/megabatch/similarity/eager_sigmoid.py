@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +37,6 @@ class SigmoidCall(NamedTuple):
     scale: Tensor  #: ()
     bias: Tensor  #: ()
     need: Need
-    bounds: Sequence[int]  #: where the rows of each rank begin, and where the last one's end
     weight_divisor: Tensor | None = None  #: () by which float16's weights are divided
     teacher: tuple[Tensor, Tensor] | None = None  #: its scale and bias, for soft labels
 
@@ -75,7 +72,7 @@ class SigmoidTiles(EagerTiles):
     def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
         super().__init__(matrix)
-        self.call, self._sums, self.bounds = call, sums, call.bounds
+        self.call, self._sums = call, sums
         self._scratch = self._buffers(1 if call.teacher is None else 2)
         self._gain: Tensor | None = None
         if self.half_ds:  # it loses digits below 2^-14
@@ -83,12 +80,12 @@ class SigmoidTiles(EagerTiles):
             self._gain = GAIN / (torch.ones_like(call.scale) if weight is None else weight)
 
     @staticmethod
-    def new_sums(x: Tensor, y: Tensor, ranks: int) -> Tensor:
-        """Sums by rank that shares rows: of losses, dS, and dS * products if x and y are frozen.
+    def new_sums(x: Tensor) -> Tensor:
+        """Sums of losses, dS, and dS * products if x and y are frozen.
 
         There are b² terms: a block is summed in float32, the blocks in float64.
         """
-        return x.new_zeros((ranks, 3, 1), dtype=torch.float64)
+        return x.new_zeros(3, dtype=torch.float64)
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         call, need, (scratch, *other) = self.call, self.call.need, buffer_views(self._scratch, i, j)
@@ -102,8 +99,7 @@ class SigmoidTiles(EagerTiles):
             assert block.cols.guide is not None
             t = eager.logits(block.rows.guide, block.cols.guide, scale, out=other[0]).add_(bias)
             losses, ds = _soft_losses_and_grad(s, t)
-        weight = block.rows.weight
-        sums = self._sums[bisect_right(call.bounds, i.start) - 1]
+        weight, sums = block.rows.weight, self._sums
         sums[0] += losses.sum() if weight is None else (losses.sum(1) * weight).sum()
         if weight is not None:
             ds.mul_(weight[:, None])
@@ -117,8 +113,8 @@ class SigmoidTiles(EagerTiles):
         return None
 
     def sums(self) -> Tensor:
-        """(ranks, 3) float64: see `new_sums`."""
-        return self._sums.squeeze(2)
+        """(3,) float64: see `new_sums`."""
+        return self._sums
 
     def factor(self, divisor: int) -> Tensor:
         """The factor of the sums of dS times features."""

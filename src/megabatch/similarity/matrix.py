@@ -6,6 +6,7 @@ common. In an unsorted large batch most tiles hold some pair of equal ids; sorte
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -109,6 +110,12 @@ class Matrix(NamedTuple):
             above = above if positive is None else above & ~positive
             dropped = above if dropped is None else above | dropped
         return positive, dropped
+
+
+def strips(n: int, step: int) -> Iterator[slice]:
+    """Slices of at most `step` that cover range(n)."""
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
 
 
 class Orders(NamedTuple):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megabatch.similarity import eager, tiles
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.distributed.grid import columns_for, most_sharing
-from megabatch.similarity.distributed.schedule import round_rows
+from megabatch.similarity.distributed.schedule import columns_for, most_sharing, round_rows
 from megabatch.similarity.triton.blocking import block_shape, padded
 
 

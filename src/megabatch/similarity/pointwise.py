@@ -12,8 +12,8 @@ from megabatch.similarity.arguments import (
     check_scalar,
     check_two,
 )
+from megabatch.similarity.matrix import strips
 from megabatch.similarity.ops import operator
-from megabatch.similarity.slices import strips
 
 #: Elements of x widened at a time.
 CHUNK = 1 << 22

@@ -29,9 +29,9 @@ from megabatch.similarity.matrix import (
     restore,
     sort,
     sort_by_id,
+    strips,
 )
 from megabatch.similarity.ops import Reduction
-from megabatch.similarity.slices import strips
 
 #: The operation's name.
 CALL = "positive_softplus"

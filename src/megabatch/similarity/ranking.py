@@ -19,8 +19,7 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks, terms
-from megabatch.similarity.matrix import Matrix, Side
-from megabatch.similarity.slices import strips
+from megabatch.similarity.matrix import Matrix, Side, strips
 from megabatch.torch_internals import transforms_active
 
 if TYPE_CHECKING:

@@ -36,7 +36,6 @@ class Settings(NamedTuple):
     workspace: int  #: bytes that a block of the matrix may take; 0: the device's default
     precision: int  #: of float32 products, an index into `PRECISIONS`; of a call alone
     gather: int  #: bytes of features of all ranks that are gathered at once
-    overlap: int  #: whether transfers overlap computation
     grid: int  #: ranks that share rows; 0: none do; -1: as the hosts suggest
 
 
@@ -45,7 +44,7 @@ class _Call(threading.local):
 
 
 _call = _Call()
-_chosen = Settings(0, 0, DEFAULT_GATHER, 1, -1)  #: of the process
+_chosen = Settings(0, 0, DEFAULT_GATHER, -1)  #: of the process
 
 
 def current() -> Settings:
@@ -69,8 +68,8 @@ def products(x: Tensor) -> str:
 
 def of_call(x: Tensor) -> Settings:
     """The current settings, for a call with features like x."""
-    products, chosen = precision(x.device.type) if _has_float32_products(x) else 0, current()
-    return Settings(workspace(x), products, chosen.gather, chosen.overlap, chosen.grid)
+    products = precision(x.device.type) if _has_float32_products(x) else 0
+    return current()._replace(workspace=workspace(x), precision=products)
 
 
 @contextmanager
@@ -156,25 +155,14 @@ def set_gather(size: int | None) -> int:
     return _set("gather", "size", size, DEFAULT_GATHER, 0, "bytes")
 
 
-def set_overlap(on: bool) -> bool:
-    """Set whether transfers overlap computation (default: yes); returns the previous setting.
-
-    Turning it off measures the benefit of the overlap: each step then waits for its transfers
-    before it computes. Results do not change. All ranks must set the same value. It applies to all
-    later calls and their backward passes.
-    """
-    return bool(_set("overlap", "on", int(bool(on))))
-
-
 def set_grid(columns: int | None) -> int | None:
     """Set whether the default group is arranged as a grid of ranks; returns the previous setting.
 
     In a grid of rows and columns of ranks, those of one row share the rows of their matrix, and
     those of one column its columns (docs/distributed.md). None, the default: on several hosts with
-    equally many ranks, the default group is a grid whose rows are whole hosts. 0: it is never a
-    grid. A number that divides its size: it is a grid with that many columns. A two-dimensional
-    DeviceMesh is a grid of its own shape, whatever is set; other groups never are grids, and x
-    against itself takes none.
+    equally many consecutive ranks, the default group is a grid of rows of whole hosts. 0: never a
+    grid. A number that divides its size: it is a grid with that many columns. Other groups never
+    are grids, and x against itself takes none.
 
     Results are the same up to rounding. All ranks must set the same value. It applies to all later
     calls and their backward passes.

@@ -34,11 +34,10 @@ from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.means import replicated
 from megabatch.similarity.distributed.schedule import Ranks
 from megabatch.similarity.eager_sigmoid import Deferred, Need, SigmoidCall, SigmoidTiles
-from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
+from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id, strips
 from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Reduction, new_gradient
 from megabatch.similarity.settings import applied
-from megabatch.similarity.slices import strips
 from megabatch.similarity.sweep import Sweep, write_products
 from megabatch.similarity.tiles import STRIP
 from megabatch.torch_internals import transforms_active
@@ -75,9 +74,10 @@ def softplus_sum(
             softplus(logit). Dtypes as of a guide in `split_logsumexp`. Torch operations compute
             this, even on GPUs.
         group: the processes that share the matrix, each with its own rows of x and of y; as in
-            `logsumexp`. The sum is over this process's rows and all columns. The gradients are
-            computed before the upstream gradient is known, so it must be the same on all
-            processes; if it differs, the gradient of y is NaN.
+            `logsumexp`. The sum is over this process's rows and all columns, in a grid over the
+            block that this process computes. The gradients are computed before the upstream
+            gradient is known, so it must be the same on all processes; if it differs, they are
+            NaN.
 
     Returns:
         A scalar in float32 (float64 for float64 features).
@@ -148,8 +148,8 @@ class Operands(NamedTuple):
 class Results(NamedTuple):
     """The sum, and its gradients; those of x and y are `Deferred`s, empty if not needed.
 
-    In a group the sum is over this rank's rows and all columns, scale's and bias's gradients are of
-    that sum, and y's is of the sum over ranks.
+    In a group scale's and bias's gradients are of this rank's sum, y's (in a grid x's, too) is of
+    the sum over ranks.
     """
 
     loss: Tensor
@@ -184,8 +184,7 @@ def _sum_and_gradients(
     factor = own.factor(divisor(sweep.matrix.rows.features))
     out = dx if need.x else None, dy if need.y else None
     parts = write_products(sweep, own, factor, out, need.scale and need.features)
-    sums = own.sums()
-    loss, dbias, dscale = sums[0] if sweep.ranks is None else sweep.ranks.rows.sum_by_rank(sums)
+    loss, dbias, dscale = own.sums()
     if parts:  # one launch less if there is one part
         dscale = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
     return loss, dbias, dscale
@@ -208,16 +207,16 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     o, results, (gradient,), need = softplus_sums.split(flat)
     if gradient is None:
         gradient = torch.zeros_like(results.loss)
-    # The other ranks' part of y's gradient was formed as if they had the same upstream gradient.
-    common = _same_on_all_ranks(gradient, o.group) if o.group and o.need_y else gradient
+    if o.group:  # other ranks' parts were formed as if they had the same upstream gradient
+        gradient = _same_on_all_ranks(gradient, o.group)
     dx, dy = new_gradient(o.x, need[0], o.x), new_gradient(o.y, need[1], o.x)
     with torch.cuda.device_of(o.x):
-        for out, deferred, factor in (
-            (dx, Deferred(results.dx, results.x_row_scale), gradient),
-            (dy, Deferred(results.dy, results.y_row_scale), common),
+        for out, deferred in (
+            (dx, Deferred(results.dx, results.x_row_scale)),
+            (dy, Deferred(results.dy, results.y_row_scale)),
         ):
             if len(out):
-                _write(out, deferred, factor, divisor(o.x))
+                _write(out, deferred, gradient, divisor(o.x))
         dscale, dbias = (
             number * gradient if needed else o.x.new_empty(0)
             for number, needed in zip(results[-2:], need[2:], strict=True)
@@ -228,14 +227,10 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
 def _write(out: Tensor, deferred: Deferred, factor: Tensor, divisor: int) -> None:
     """out = the gradient times two factors, in its dtype."""
     if backends.uses_kernels(out):
-        from megabatch.similarity.triton.sigmoid import write_deferred
+        from megabatch.similarity.triton.blocks import scale_rows
 
-        if out.stride(1) == 1:
-            write_deferred(deferred, out, factor, divisor)
-        else:  # as features that are stored by columns
-            by_rows = torch.empty_like(deferred.values)
-            write_deferred(deferred, by_rows, factor, divisor)
-            out.copy_(by_rows)
+        row_scale = deferred.row_scale if len(deferred.row_scale) else None
+        scale_rows(deferred.values, out, factor, out.shape[1], divisor, row_scale=row_scale)
         return
     # Two dimensions, so that the product is formed in the factor's dtype and rounded once.
     factors = (factor * divisor).reshape(1, 1)
@@ -294,17 +289,16 @@ def _sweep(o: Operands, ranks: Ranks | None) -> Sweep:
     start = 0 if ranks is None else ranks.start
     rows = Side(o.x, o.row_ids, None, o.weight, o.teacher_x)
     matrix = Matrix(rows, Side(o.y, o.col_ids, None, None, o.teacher_y), o.diagonal, start, start)
-    bounds = [0, len(o.x)] if ranks is None else ranks.rows.starts
     teacher = None
     if o.teacher_scale is not None and o.teacher_bias is not None:
         teacher = o.teacher_scale, o.teacher_bias
-    call = SigmoidCall(o.scale, o.bias, o.need, bounds, _weight_divisor(o, ranks), teacher)
+    call = SigmoidCall(o.scale, o.bias, o.need, _weight_divisor(o, ranks), teacher)
     if teacher is not None or not backends.uses_kernels(o.x):
-        sums = SigmoidTiles.new_sums(o.x, o.y, len(bounds) - 1)
+        sums = SigmoidTiles.new_sums(o.x)
         return Sweep(matrix, Orders(), partial(SigmoidTiles, call=call, sums=sums), ranks)
     from megabatch.similarity.triton.sigmoid import SigmoidKernelTiles
 
-    sums = SigmoidKernelTiles.new_sums(o.x, o.y, len(bounds) - 1)
+    sums = SigmoidKernelTiles.new_sums(o.x)
     return Sweep(*sort_by_id(matrix), partial(SigmoidKernelTiles, call=call, sums=sums), ranks)
 
 

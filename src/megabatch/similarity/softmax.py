@@ -29,8 +29,7 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.distributed import schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
-from megabatch.similarity.eager_soft_targets import TEACHER_BUFFERS, SoftTargetTiles
-from megabatch.similarity.eager_softmax import SoftmaxTiles
+from megabatch.similarity.eager import TEACHER_BUFFERS, SoftmaxTiles, SoftTargetTiles
 from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
 from megabatch.similarity.ops import Reduction
@@ -90,9 +89,8 @@ def logsumexp(
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, a
-            DeviceMesh of one dimension, or of two with all processes (a grid, see
-            docs/distributed.md), or "local" for this process alone. `rows` and `columns` are those
-            of this process's x and y.
+            DeviceMesh of one dimension, or "local" for this process alone. `rows` and `columns` are
+            those of this process's x and y.
 
     Returns:
         `(rows (m,), columns (n,))` in float32 (float64 for float64 features); columns is None
@@ -291,6 +289,8 @@ def _forward(*flat: Any) -> Results:
         own_sizes, terms = (len(o.x), len(o.columns)), _terms(o) if o.group else ""
         ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.x, o.y is None)
         saved = _new_saved(o, sizes.shape[1])
+        if ranks is not None:
+            ranks.keep(saved, filled=False)
         sweep = _sweep(o, ranks, saved)
         tiles = sweep.make(sweep.matrix)
         columns = None
@@ -325,6 +325,8 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     upstream = row_gradient, col_gradient if o.cols else None
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         ranks = schedule.ranks_again(o.group, o.call, results.sizes, o.x, o.y is None)
+        if ranks is not None:
+            ranks.keep(results.saved, filled=True)
         return gradients(_sweep(o, ranks, results.saved), o.scale, results[:2], upstream, need)
 
 
@@ -396,7 +398,7 @@ def _new_saved(o: Operands, ranks: int) -> Tensor:
     """An empty tensor for what is saved for the backward pass; ranks: of the group, 0 alone.
 
     The shape must be known without the other ranks, so the tensor may remain unused: see
-    `Ranks.saved`.
+    `Ranks.keep`.
     """
     limits, columns = settings.Settings(*o.settings), o.columns
     if not o.save or o.teacher_scale is not None:
@@ -436,7 +438,7 @@ def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
         tiles = _kernel_tiles(o)
     elif o.teacher_scale is None:
         options["saved"] = saved if ranks is None else saved[:0]
-    return Sweep(matrix, orders, partial(tiles, **options), ranks, saved if len(saved) else None)
+    return Sweep(matrix, orders, partial(tiles, **options), ranks)
 
 
 def _kernel_tiles(o: Operands) -> Any:

@@ -16,7 +16,7 @@ logits]`, or the first two. `soft_targets` says what the numbers of its states a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,15 +33,16 @@ class Numbers(NamedTuple):
     """How many numbers a reduction keeps of a row."""
 
     state: int
-    references: tuple[slice, ...]  #: places of the largest logits in a state
     results: int
     upstream: int
+    references: tuple[slice, ...]  #: places of the largest logits in a state
+    differences: tuple[slice, ...] = ()  #: places of sums of differences of logits
 
 
 #: Of log-sum-exps, without positives and with them, and of soft targets.
-NEGATIVES = Numbers(2, (slice(0, 1),), 1, 2)
-SPLIT = Numbers(6, (slice(0, 4, 2),), 4, 5)
-TARGETS = Numbers(10, (slice(0, 4, 2), slice(6, 10, 3)), 7, 5)
+NEGATIVES = Numbers(2, 1, 2, (slice(0, 1),))
+SPLIT = Numbers(6, 4, 5, (slice(0, 4, 2),))
+TARGETS = Numbers(10, 7, 5, (slice(0, 4, 2), slice(6, 10, 3)), (slice(8, 9),))
 
 
 def empty(numbers: int, size: int, like: Tensor) -> Tensor:
@@ -49,14 +50,16 @@ def empty(numbers: int, size: int, like: Tensor) -> Tensor:
     return like.new_empty(numbers, size, dtype=accumulator_dtype(like.dtype))
 
 
-def merge(states: Tensor, exp: Callable[[Tensor], Tensor] = Tensor.exp_) -> Tensor:
-    """Several states (k, ...) of the same rows as one; `exp`: of the base of its references."""
+def merge(states: Tensor) -> Tensor:
+    """Several states (k, numbers, size) of the same rows as one."""
+    if states.shape[1] == TARGETS.state:
+        return _merge_targets(states)
     end = _sums_end(states[0])
     out = states.new_empty(states.shape[1:])
     references, sums = states[:, 0:end:2], states[:, 1:end:2]
     top = torch.amax(references, 0)
     # A state without any pair has -inf; -inf - -inf would be NaN.
-    weights = exp(references - top.clamp(min=torch.finfo(top.dtype).min))
+    weights = (references - top.clamp(min=torch.finfo(top.dtype).min)).exp_()
     out[0:end:2] = top
     torch.sum(weights.mul_(sums), 0, out=out[1:end:2])
     if end == 4:
@@ -64,18 +67,22 @@ def merge(states: Tensor, exp: Callable[[Tensor], Tensor] = Tensor.exp_) -> Tens
     return out
 
 
-def to_logsumexp(state: Tensor, out: Tensor) -> Tensor:
+def write_results(state: Tensor, out: Tensor) -> None:
     """Write the results of a state to `out`."""
+    if len(state) == TARGETS.state:
+        _write_target_results(state, out)
+        return
     end = _sums_end(state)
     # Few launches: on a GPU they decide a small batch's time.
     torch.add(state[1:end:2].log(), state[0:end:2], out=out[: end // 2])
     if end == 4:
         out[2:] = state[4:]
-    return out
 
 
 def upstream(results: Tensor, gradient: Tensor) -> Tensor:
     """The upstream of a side from its results and their gradients."""
+    if len(results) == TARGETS.results:
+        return _target_upstream(results, gradient)
     sums = len(results) // 2 or 1
     out = results.new_empty(5 if sums == 2 else 2, results.shape[1])
     # A side without any pair is -inf; a reference of +inf makes its exponentials 0, not NaN.
@@ -118,8 +125,7 @@ def finite(values: Tensor) -> Tensor:
     return values.masked_fill(values == -math.inf, 0)
 
 
-def merge_targets(parts: Tensor) -> Tensor:
-    """Several states (k, numbers, size) of the same rows as one."""
+def _merge_targets(parts: Tensor) -> Tensor:
     out = parts.new_empty(parts.shape[1:])
     out[:6] = merge(parts[:, :6])
     out[6:8] = merge(parts[:, 6:8])
@@ -132,9 +138,8 @@ def merge_targets(parts: Tensor) -> Tensor:
     return out
 
 
-def to_target_results(state: Tensor, out: Tensor) -> Tensor:
-    """Write the results of a state to `out`."""
-    to_logsumexp(state[:6], out[:4])
+def _write_target_results(state: Tensor, out: Tensor) -> None:
+    write_results(state[:6], out[:4])
     top = finite(student_largest(state))
     # log of the sum relative to the largest logit: no difference of two large numbers.
     sums = state[1] * (state[0] - top).exp() + state[3] * (state[2] - top).exp()
@@ -147,15 +152,13 @@ def to_target_results(state: Tensor, out: Tensor) -> Tensor:
     out[4] = (sums.log() + mean).masked_fill(empty, 0)
     torch.add(state[7].log(), state[6], out=out[5])
     out[6] = state[9]
-    return out
 
 
-def target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
-    """The upstream of a side from its results and their gradients.
+def _target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient of a pair (i, i) is a number of its row and its column alone.
 
-    The gradient of a pair (i, i) is a number of its row and its column alone. Of the cross-entropy
-    it is P - T, here as (1 - T) - (1 - P): what is left of two probabilities near 1 would otherwise
-    be their rounding.
+    Of the cross-entropy it is P - T, here as (1 - T) - (1 - P): what is left of two probabilities
+    near 1 would otherwise be their rounding.
     """
     negative, positive, _, _, _, teacher_negative, teacher_positive = results
     g_negative, g_positive, g_sum, _, g_targets = gradient[:5]

@@ -31,7 +31,6 @@ class Sweep(NamedTuple):
     orders: Orders  #: in which both sides were sorted
     make: Callable[[Matrix], Any]  #: tiles of a block
     ranks: Ranks | None = None  #: None: this process has all columns
-    saved: Tensor | None = None  #: place for gathered features, see `Ranks.saved`
 
     def blocks(self, rows: Side, column_round: Round) -> Iterator[tuple[slice, slice, Any, Side]]:
         """For each part of a round: its rows, its columns, their tiles, and the columns' side."""
@@ -56,10 +55,9 @@ def reduce(sweep: Sweep, own: StateTiles, cols: bool) -> tuple[Tensor, Tensor | 
     """
     ranks, symmetric = sweep.ranks, own.symmetric
     assert ranks is not None
-    saved_rows, saved_cols = _places(sweep)
     row_side, col_side = _sides(sweep, own)
-    arriving = ranks.rows.gather(row_side, saved_rows)
-    rounds = ranks.rounds(col_side, saved_cols)
+    arriving = ranks.gather_rows(row_side)
+    rounds = ranks.rounds(col_side)
     first, row_state = not symmetric, own.new_state(ranks.rows.size)
     if symmetric:
         own.forward(own.clear(row_state), None, (False, False))
@@ -95,12 +93,6 @@ def _sides(sweep: Sweep, own: Tiles) -> tuple[Side, Side]:
     """Both sides with the features as the tiles have them: padded once, not for each part."""
     rows, cols = sweep.matrix.rows, sweep.matrix.cols
     return rows._replace(features=own.x), cols._replace(features=own.y)
-
-
-def _places(sweep: Sweep) -> tuple[Tensor | None, Tensor | None]:
-    if sweep.saved is None or sweep.ranks is None:
-        return None, None
-    return sweep.ranks.saved(sweep.saved)
 
 
 # --- gradients ------------------------------------------------------------------------------------
@@ -227,13 +219,12 @@ def products(
 def _products_of_ranks(
     sweep: Sweep, ranks: Ranks, own: Tiles, x: bool, y: bool, rows: Any, cols: Any
 ) -> Iterator[tuple[str, slice, Tensor]]:
-    symmetric, filled = own.symmetric, sweep.saved is not None
-    saved_rows, saved_cols = _places(sweep)
+    symmetric = own.symmetric
     row_side, col_side = _sides(sweep, own)
     row_side = row_side._replace(upstream=own.pack_upstream(rows))
     col_side = col_side._replace(upstream=own.pack_upstream(cols))
-    arriving = ranks.rows.gather(row_side, saved_rows, filled)
-    rounds = ranks.rounds(col_side, saved_cols, filled)
+    arriving = ranks.gather_rows(row_side)
+    rounds = ranks.rounds(col_side)
     dx = own.new_total(ranks.rows.size) if x else None
     if symmetric and dx is not None:
         dx.zero_()

@@ -1,12 +1,12 @@
 """The blocks of a matrix, as every reduction and backend computes them.
 
-Each reduction has two classes of tiles, in torch operations (`eager_softmax`, ...) and in Triton
+Each reduction has two classes of tiles, in torch operations (`eager`) and in Triton
 kernels (`triton/`). They differ in how a block is computed; this file has what they share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +14,7 @@ from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.slices import strips, within
+from megabatch.similarity.matrix import Matrix, strips
 
 #: Rows that are widened at a time outside of the products.
 STRIP = 4096
@@ -37,14 +36,12 @@ class Tiles:
     block_rows: int
     block_cols: int
     half_ds: bool  #: whether dS is stored in float16, so that its factors must fit
-    bounds: Sequence[int] | None = None  #: of ranges of rows that no block crosses
     #: Slices of at most `step` that cover range(n), from (n, step).
     divide: Callable[[int, int], Iterator[slice]] = staticmethod(strips)
 
     def row_blocks(self) -> Iterator[slice]:
         """Slices of the rows, one for each row of blocks."""
-        bounds = (0, self.m) if self.bounds is None else self.bounds
-        return within(bounds, lambda rows: self.divide(rows, self.block_rows))
+        return self.divide(self.m, self.block_rows)
 
     def col_blocks(self, i: slice) -> Iterator[slice]:
         """The columns of the blocks of rows `i`; if symmetric, those from the diagonal on."""
@@ -209,15 +206,15 @@ class StateTiles(Tiles):
 
     def merge(self, parts: Tensor) -> Tensor:
         """Several states (k, ...) of the same rows as one."""
-        raise NotImplementedError
+        return states.merge(parts)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
         """Write the results of several states (k, ...) of the same rows to `out`."""
-        raise NotImplementedError
+        states.write_results(parts[0] if len(parts) == 1 else states.merge(parts), out)
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Any:
         """A side's upstream from its results and their upstream gradients."""
-        raise NotImplementedError
+        return states.upstream(results, gradient)
 
 
 # --- products -------------------------------------------------------------------------------------

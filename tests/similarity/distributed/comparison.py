@@ -9,12 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megabatch.similarity import softplus_sum, split_logsumexp
 from tests.similarity.distributed.processes import World
 
 D = 5
-#: Bytes of a round of one or two rows of each rank, of width `D`.
-ROUND = 6 * D * 8
 
 #: Rows of each rank; None: every rank has the same numbers.
 Sizes = Sequence[int] | None
@@ -43,7 +40,6 @@ def compare(
     inputs: Sequence[tuple[Tensor | None, Sizes]],
     outputs: Sequence[Sizes],
     frozen: str = "",
-    group: object = None,
     close: Callable[[Tensor, Tensor], None] = exactly,
 ) -> None:
     """Compare results and gradients of shards with those of the whole batch.
@@ -62,7 +58,7 @@ def compare(
         else:
             whole.append(None)
             local.append(None)
-    truth, mine = function("local", *whole), function(group, *local)
+    truth, mine = function("local", *whole), function(None, *local)
     upstream: list[tuple[Tensor, Tensor]] = []
     for got, want, sizes in zip(mine, truth, outputs, strict=True):
         weight = torch.randn_like(want) if sizes else torch.ones_like(want)
@@ -88,67 +84,3 @@ def compare(
             assert a is None or a.grad is None
         else:
             close(a.grad, world.shard(b.grad, list(sizes)) if sizes else b.grad / world.size)
-
-
-def compare_split(
-    world: World,
-    rows: Sequence[int],
-    columns: Sequence[int] | None = None,
-    *,
-    ids: bool = False,
-    ceiling: bool = False,
-    guided: bool = False,
-    sides: str = "both",
-    frozen: str = "",
-) -> None:
-    """`compare` log-sum-exps of x against y, or (no columns) against itself."""
-    others = columns or rows
-    m, n = sum(rows), sum(others)
-
-    def function(group: Any, x: Any, y: Any, scale: Any, i: Any, j: Any, c: Any, u: Any, v: Any):  # type: ignore[no-untyped-def]
-        pairs = "paired" if i is None else i if y is None else (i, j)
-        guide = None if u is None else u if y is None else (u, v)
-        options: Any = {"ids": pairs, "ceiling": c, "guide": guide, "sides": sides}
-        split = split_logsumexp(x, y, scale, **options, group=group)
-        assert (split[1] is None) == (sides == "rows")
-        return [part for side in split if side is not None for part in side]
-
-    inputs: list[tuple[Tensor | None, Sizes]] = [
-        (double(m, D), rows),
-        (double(n, D) if columns else None, others),
-        (torch.tensor(1.7, dtype=torch.float64), None),
-        (some_ids(m) if ids else None, rows),
-        (some_ids(n) if ids else None, others),
-        (double(m) if ceiling or guided else None, rows),
-        (double(m, 3) if guided else None, rows),  # of another width
-        (double(n, 3) if guided else None, others),
-    ]
-    outputs = [rows] * 4 + ([others] * 4 if sides == "both" else [])
-    compare(world, function, inputs, outputs, frozen + "567")
-
-
-def compare_sigmoid(
-    world: World,
-    rows: Sequence[int],
-    columns: Sequence[int],
-    *,
-    ids: bool = False,
-    weight: bool = False,
-    frozen: str = "",
-) -> None:
-    """`compare` the sigmoid loss's sum."""
-    m, n = sum(rows), sum(columns)
-
-    def function(group: Any, x: Any, y: Any, scale: Any, bias: Any, i: Any, j: Any, w: Any):  # type: ignore[no-untyped-def]
-        pairs: Any = "paired" if i is None else (i, j)
-        return [softplus_sum(x, y, scale, bias, ids=pairs, weight=w, group=group)]
-
-    inputs: list[tuple[Tensor | None, Sizes]] = [
-        (double(m, D), rows),
-        (double(n, D), columns),
-        *((torch.tensor([value], dtype=torch.float64), None) for value in (2.0, -1.0)),
-        (some_ids(m) if ids else None, rows),
-        (some_ids(n) if ids else None, columns),
-        (double(m).abs() if weight else None, rows),
-    ]
-    compare(world, function, inputs, [None], frozen + "6")

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from megabatch import similarity
 from megabatch.errors import CommunicationError
 from megabatch.similarity.distributed import control
-from megabatch.similarity.eager_softmax import SoftmaxTiles
+from megabatch.similarity.eager import SoftmaxTiles
 from tests.similarity.distributed.processes import join, start
 
 SIZE = 4

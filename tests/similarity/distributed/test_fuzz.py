@@ -1,4 +1,8 @@
-"""Random cases of benchmarks/fuzz.py on two, three and four ranks and on grids of them."""
+"""Random cases of benchmarks/fuzz.py on several ranks and on grids of them, in float64.
+
+Each loss and function with any of its options, on equal, unequal and empty shards, gathered at once
+or in rounds, is compared with the dense expression of all rows; so are its gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,21 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World, on_devices
 
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 
 
-@on_processes(2, 3, 4)
+@on_devices(2, 3, 4, 6)
 def test_random_cases(world: World) -> None:
     with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
         from fuzzing.cases import draw
         from fuzzing.groups import FINE, attempt
-    drawn = (draw(6, index, ("float64",), max(3, world.size)) for index in range(200))
-    cases = list(itertools.islice((c for c in drawn if c["ranks"] == world.size), 12))
-    assert len(cases) == 12
+    drawn = (draw(6, index, ("float64",), max(3, world.size)) for index in range(2000))
+    number = 90 // world.size
+    cases = list(itertools.islice((c for c in drawn if c["ranks"] == world.size), number))
+    assert len(cases) == number
     assert len({case["grid"] for case in cases}) > 2
     for case in cases:
-        outcome, _ = attempt(case, world.rank, "cpu")
+        outcome, _ = attempt(case, world.rank, world.device)
         assert outcome in FINE, (case, outcome)

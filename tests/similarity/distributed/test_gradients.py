@@ -120,7 +120,7 @@ def compare(
     assert (found["bias"] == 0) == (not with_bias)
 
 
-@on_devices(1, 2, 3)
+@on_devices(2, 3)
 def test_gradients_of_wrapped_models(world: World) -> None:
     for wrap, sizes in product(WRAPPERS, shard_sizes(world.size)):
         compare(world, wrap, sizes)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.similarity.distributed.processes import Check, Group, Groups, World
+from tests.similarity.distributed.processes import Check, Group, World
 
 pytestmark = pytest.mark.concurrency
 
@@ -19,7 +18,6 @@ pytestmark = pytest.mark.concurrency
 def passes(world: World) -> None:
     dist.all_reduce(total := torch.tensor(world.rank))
     assert total == sum(range(world.size))
-    (world.folder / f"{world.rank}").write_text(str(os.getpid()))
 
 
 def raises(world: World) -> None:
@@ -40,53 +38,22 @@ def hangs(world: World) -> None:
     dist.barrier()
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    """Groups of this module alone, so that its failures do not end those of the session."""
-    made = Groups(tmp_path_factory.mktemp("groups"))
-    yield made
-    made.end()
-
-
 @pytest.mark.parametrize(
-    ("check", "rank", "reported"),
+    ("check", "reported"),
     [
-        (raises, 1, ["KeyError: 'an error of its own'", "in raises"]),
-        (ends_at_once, 1, ["exit code 5", "test_processes.ends_at_once"]),
+        (raises, ["KeyError: 'an error of its own'", "in raises"]),
+        (ends_at_once, ["exit code 5", "test_processes.ends_at_once"]),
+        (hangs, ["test_processes.hangs", "in hangs"]),
     ],
 )
-def test_one_failure_is_one_failure(
-    groups: Groups, tmp_path: Path, check: Check, rank: int, reported: list[str]
-) -> None:
-    def pids() -> set[str]:
-        assert groups.failures(passes, 2, "cpu", tmp_path) == []
-        return {(tmp_path / str(rank)).read_text() for rank in range(2)}
-
-    before = pids()
-    assert pids() == before  # one group serves many checks
+def test_a_check_that_fails_on_one_rank(tmp_path: Path, check: Check, reported: list[str]) -> None:
+    """It says where and ends its group, which has run other checks before."""
+    group = Group(2, "cpu", tmp_path, limit=3)
+    for _ in range(2):
+        assert group.failures(passes, tmp_path) == []
     begun = time.monotonic()
-    failures = groups.failures(check, 2, "cpu", tmp_path)
+    failures = group.failures(check, tmp_path)
     assert time.monotonic() - begun < 60  # the other rank does not wait for long
-    assert failures[0].startswith(f"rank {rank}: ")
-    assert all(words in failures[0] for words in reported), failures[0]
-    assert not before & pids()
-
-
-def test_a_check_that_hangs_is_ended_and_says_where(tmp_path: Path) -> None:
-    group = Group(2, "cpu", tmp_path, limit=1)
-    first, second = sorted(group.failures(hangs, tmp_path))
-    assert first.startswith("rank 0: ")
-    assert second.startswith("rank 1: ")
-    assert "test_processes.hangs" in second
-    assert "in hangs" in second
+    (failure,) = (words for words in failures if words.startswith("rank 1: "))
+    assert all(words in failure for words in reported), failure
     assert not any(process.is_alive() for process in group.processes)
-
-
-def test_a_process_that_ends_after_its_check_fails_the_next(tmp_path: Path) -> None:
-    group = Group(2, "cpu", tmp_path)
-    assert group.failures(passes, tmp_path) == []
-    group.processes[1].kill()
-    group.processes[1].join()
-    failures = group.failures(passes, tmp_path)
-    assert failures[0].startswith("rank 1: ended with exit code -9 in ")
-    assert "before: tests.similarity.distributed.test_processes.passes)" in failures[0]

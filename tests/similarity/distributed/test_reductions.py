@@ -1,11 +1,6 @@
-"""Log-sum-exps and the sigmoid loss's sum on several processes against one with all rows."""
+"""Log-sum-exps and the sigmoid loss's sum on several processes; `test_fuzz` has every option."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import partial
-from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -16,89 +11,14 @@ from torch import Tensor
 from megabatch import SigLipLoss, similarity
 from megabatch.similarity import backends, dense, softplus_sum, split_logsumexp
 from tests.similarity.distributed.comparison import (
-    ROUND,
     D,
     compare,
-    compare_sigmoid,
-    compare_split,
     double,
     leaf,
     some_ids,
 )
-from tests.similarity.distributed.processes import World, on_devices, on_processes
+from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.transfers import received_bytes, transferring
-
-#: Number of processes -> ways of transfer.
-WAYS: dict[int, list[dict[str, Any]]] = {
-    2: [{}, {"rounds": ROUND}, {"own_first": 3}, {"columns": 1}, {"columns": 2}],
-    3: [{}, {"rounds": ROUND}, {"own_first": 3}, {"rounds": ROUND, "overlap": False}],
-    4: [{}, {"columns": 2}, *({"columns": 2, "rounds": ROUND, "overlap": o} for o in (1, 0))],
-    6: [{"rounds": 2 * ROUND}, {"columns": 3}],
-}
-
-#: Of x against y.
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"ids": True},
-    {"ids": True, "sides": "rows", "frozen": "1"},
-    {"ids": True, "ceiling": True},
-    {"ids": True, "guided": True},
-    {"sides": "rows", "guided": True, "frozen": "0"},
-    {"frozen": "01"},
-    {"frozen": "12"},
-]
-#: Of x against itself.
-OPTIONS_OF_ONE: list[dict[str, Any]] = [
-    {},
-    {"ids": True},
-    {"ids": True, "frozen": "2"},
-    {"ceiling": True},
-    {"guided": True},
-    {"frozen": "0"},
-]
-SIGMOID: list[dict[str, Any]] = [
-    {},
-    {"ids": True, "weight": True},
-    {"ids": True, "frozen": "1"},
-    {"frozen": "01"},
-]
-
-
-def checks(sizes: list[int]) -> list[Callable[[World], None]]:
-    return [
-        *(partial(compare_split, rows=sizes, columns=sizes, **options) for options in OPTIONS),
-        *(partial(compare_split, rows=sizes, **options) for options in OPTIONS_OF_ONE),
-        *(partial(compare_sigmoid, rows=sizes, columns=sizes, **options) for options in SIGMOID),
-    ]
-
-
-@on_devices(2, 3, 4, 6)
-def test_every_way_of_transfer_with_every_option(world: World) -> None:
-    n = world.size
-    shards = [3] * n, [2, 5, 3, 4, 1, 6][:n], [5, 0, 4, 1, 3, 0][:n]
-    for k, (way, sizes) in enumerate(product(WAYS[n], shards)):
-        with transferring(**way):
-            for check in checks(sizes)[k % 2 :: 2]:  # in turns, since each takes 10 ms
-                check(world)
-
-
-@on_devices(2, 3, 4)
-def test_other_numbers_of_columns_than_of_rows(world: World) -> None:
-    n = world.size
-    for (rows, columns), grid in product(
-        (([2, 0, 3, 1], [4, 1, 0, 2]), ([0, 0, 5, 1], [3, 3, 0, 0]), ([2, 1, 3, 1], [4, 1, 1, 2])),
-        (0, 2) if n == 4 else (0,),
-    ):
-        with transferring(columns=grid, own_first=3 if n == 2 else None):
-            compare_split(world, rows[:n], columns[:n], ids=True, guided=True)
-            compare_sigmoid(world, rows[:n], columns[:n], ids=True)
-
-
-@on_devices(2)
-def test_frozen_inputs_of_a_sigmoid_sum(world: World) -> None:
-    for number in range(1, 15):
-        frozen = "".join(str(bit) for bit in range(4) if number >> bit & 1)
-        compare_sigmoid(world, [3, 2], [3, 2], frozen=frozen)
 
 
 @on_devices(2)
@@ -108,14 +28,6 @@ def test_every_shard_empty(world: World) -> None:
     assert rows.shape == columns.shape == (0,)
     (rows.sum() + columns.sum()).backward()
     assert x.grad.shape == (0, D)
-
-
-@on_processes(6)
-def test_a_sigmoid_sum_on_a_grid_is_that_of_a_ranks_own_rows(world: World) -> None:
-    x, y = double(4, D) + world.rank, double(4, D)
-    alone = softplus_sum(x, y, 2.0, -1.0)
-    with transferring(columns=3):
-        torch.testing.assert_close(softplus_sum(x, y, 2.0, -1.0), alone)
 
 
 @on_devices(2, 3)
@@ -148,8 +60,8 @@ def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
 def test_processes_that_use_a_sigmoid_sum_differently_get_nan(world: World) -> None:
     x, y = (torch.randn(3, D, requires_grad=True) for _ in range(2))
     (softplus_sum(x, y, 1.0, 0.0) * (world.rank + 1)).backward()
+    assert x.grad.isnan().all()
     assert y.grad.isnan().all()
-    assert x.grad.isfinite().all()
 
 
 @on_devices(2)

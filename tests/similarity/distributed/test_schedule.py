@@ -18,8 +18,8 @@ from megabatch import ClipLoss, SigLipLoss, similarity
 from megabatch.similarity import settings
 from megabatch.similarity.distributed import comm, control, layout, schedule
 from megabatch.similarity.distributed.comm import Pending
+from megabatch.similarity.eager import SoftmaxTiles
 from megabatch.similarity.eager_sigmoid import SigmoidTiles
-from megabatch.similarity.eager_softmax import SoftmaxTiles
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.transfers import (
     recorded,
@@ -65,12 +65,6 @@ def test_rounds_are_even_and_of_whole_tiles(limit: int, size: int, rows: int) ->
     before = settings.set_gather(limit)
     assert schedule.round_rows(size, 16) == rows
     settings.set_gather(before)
-
-
-@pytest.mark.parametrize(("limit", "rows"), [(3 * 48, 9), (3 * 48 - 1, 0), (0, 0)])
-def test_features_that_are_saved(limit: int, rows: int) -> None:
-    assert schedule.saved_rows(torch.empty(3, 4), 3, limit) == rows
-    assert schedule.saved_rows(torch.empty(3, 5), 3, 1 << 20) == 0
 
 
 @on_processes(2)
@@ -170,29 +164,27 @@ def tiles_recorded(
 @on_processes(2)
 def test_transfers_of_a_round_overlap_the_computation_of_others(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    for overlap in (True, False):
-        with transferring(rounds=2 * 2 * ROW, overlap=overlap) as patch:  # three
-            rows, columns = similarity.logsumexp(x, y)
-            assert columns is not None
-            done = recorded_transfers(patch)
-            tiles_recorded(patch, done, add_strip="compute", wait=False)
-            (rows.sum() + columns.sum()).backward()
-        steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
-        round_ = ["all_gather", "compute", "reduce_scatter"]
-        assert steps == ([*round_, *round_, *round_[1:]] if overlap else round_ * 3)
+    with transferring(rounds=2 * 2 * ROW) as patch:  # three
+        rows, columns = similarity.logsumexp(x, y)
+        assert columns is not None
+        done = recorded_transfers(patch)
+        tiles_recorded(patch, done, add_strip="compute", wait=False)
+        (rows.sum() + columns.sum()).backward()
+    steps = [step for i, step in enumerate(done) if i == 0 or step != done[i - 1]]
+    round_ = ["all_gather", "compute", "reduce_scatter"]
+    assert steps == [*round_, *round_, *round_[1:]]
 
 
 @on_processes(2)
 def test_own_columns_are_computed_while_the_others_arrive(world: World) -> None:
     x, y = (torch.randn(6, 12, requires_grad=True) for _ in range(2))
-    for own_first, overlap in ((6, True), (6, False), (7, True)):
+    for own_first in (6, 7):
         events: list[str] = []
-        with transferring(own_first=own_first, overlap=overlap) as patch:
+        with transferring(own_first=own_first) as patch:
             tiles_recorded(patch, events, forward="compute")
             similarity.logsumexp(x, y)
-        hides = own_first == 6 and overlap
         # At last it waits for the columns' results.
-        assert events == [*["compute"] * hides, "wait", "compute", "wait"]
+        assert events == [*["compute"] * (own_first == 6), "wait", "compute", "wait"]
     with transferring() as patch:  # of x against itself, the own triangle comes first
         events = recorded_transfers(patch)
         tiles_recorded(patch, events, forward="forward", gradient_block="gradient")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm, grid, layout, schedule
+from megabatch.similarity.distributed import comm, layout, schedule
 
 
 @contextmanager
@@ -21,7 +21,6 @@ def transferring(
     *,
     rounds: int | None = None,
     columns: int | None = None,
-    overlap: bool = True,
     own_first: int | None = None,
 ) -> Iterator[pytest.MonkeyPatch]:
     """Transfer features in a way of its own.
@@ -30,7 +29,7 @@ def transferring(
     grid of ranks; own_first: rows of a rank from which its own columns come first.
     """
     with pytest.MonkeyPatch.context() as patch:
-        chosen = settings._chosen._replace(overlap=int(overlap))
+        chosen = settings._chosen
         if rounds is not None:
             patch.setattr(schedule, "TILE", 2)
             patch.setattr(schedule, "ROUND", 1)
@@ -38,7 +37,7 @@ def transferring(
         if columns is not None:
             chosen = chosen._replace(grid=columns)
             if rounds is not None:
-                patch.setattr(grid, "most_sharing", lambda *_: 99)
+                patch.setattr(schedule, "most_sharing", lambda *_: 99)
         if own_first is not None:
             patch.setattr(schedule, "LARGE", own_first)
         patch.setattr(settings, "_chosen", chosen)

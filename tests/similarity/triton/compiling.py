@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.triton import gradients, paired, ranking, sigmoid, soft_targets, softmax
+from megabatch.similarity.triton import blocks, paired, ranking, sigmoid, soft_targets, softmax
 
 TYPES = (
     dict.fromkeys(("row_ids", "col_ids", "row_ranges", "col_ranges"), "*i64")
@@ -62,7 +62,7 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "scores": (ranking.scores, "bf16", 8, PLAIN | {"GROUP": 16}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
-    "scale rows": (gradients.scaled_rows, "fp16", 4, ROWS),
+    "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
     "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
     "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),
     "targets, combine": (soft_targets.combine_partials, "bf16", 4, TARGETS),

@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import megabatch as mb
 from megabatch import similarity
-from megabatch.similarity import settings
 
 pytestmark = pytest.mark.gpu
 Loss = Callable[..., Tensor]
@@ -57,30 +55,6 @@ def test_a_compiled_step_has_no_graph_break_and_the_same_gradients(
     assert_equal(ours[::3], truth[::3], 1e-5)  # the loss, the scale's gradient: float32
     assert_equal(ours[4:], truth[4:], 1e-5)  # the bias's
     assert_equal(ours[1:3], truth[1:3], tolerance)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["logsumexps", "softplus_sum"])
-def test_opcheck(name: str, dtype: torch.dtype) -> None:
-    x, y, scale, bias = make(300, dtype=dtype)
-    ids, own = torch.arange(300, device="cuda") % 50, [*settings.of_call(x)]
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for sides, diagonal in (((None, None), "paired"), ((ids, ids), "plain")):
-        if name == "logsumexps":
-            rest = (*[None] * 4, "plain", True, True, "logsumexp", "", own)
-            arguments = (x, y, scale, *sides, *rest)
-        else:
-            arguments = (x, y, scale, bias, *sides, *[None] * 5, diagonal, *[True] * 4, "", own)
-        with torch.no_grad():
-            operator = getattr(torch.ops.megabatch, name).default
-            torch.library.opcheck(operator, arguments, test_utils=tests)
-
-
-@of_loss
-def test_activation_checkpointing(loss: Loss) -> None:
-    inputs = make()
-    again = gradients(lambda *a: checkpoint(loss, *a, use_reentrant=False), inputs)
-    assert_equal(again, gradients(loss, inputs))
 
 
 def test_graphed_callables_compute_the_same() -> None:

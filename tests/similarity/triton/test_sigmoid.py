@@ -213,46 +213,6 @@ def test_the_gradient_of_a_mean_is_rounded_once(dtype: torch.dtype) -> None:
         assert torch.equal(a[large] * 64, b[large])
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_non_finite_features_give_non_finite_results(value: float) -> None:
-    x, y = (t.half().to(DEVICE) for t in MAKERS["random"](200, 200, 16))
-    x[150, 5] = value
-    loss, gradients = run(x, y, 10.0, -10.0, "paired", None)
-    assert not loss.isfinite()
-    assert not gradients[1].isfinite().all()
-    assert gradients[0][:128].isfinite().all()
-
-
-@pytest.mark.parametrize("needed", [(), (0,), (1, 2), (2, 3)])
-def test_gradients_of_some_inputs_alone(needed: tuple[int, ...]) -> None:
-    x, y = (t.half().to(DEVICE) for t in MAKERS["random"](140, 150, 16))
-    ids = torch.arange(140, device=DEVICE), torch.arange(150, device=DEVICE)
-    everything = [x, y, torch.tensor(8.0, device=DEVICE), torch.tensor(-4.0, device=DEVICE)]
-    results = []
-    for wanted in ((0, 1, 2, 3), needed):
-        inputs = [t.clone().requires_grad_(k in wanted) for k, t in enumerate(everything)]
-        total = similarity.softplus_sum(*inputs, ids=ids)
-        if wanted:
-            total.backward()
-        results.append([total.detach(), *(t.grad for t in inputs)])
-    whole, part = results
-    torch.testing.assert_close(whole[0], part[0], rtol=1e-6, atol=0)
-    for k in range(4):
-        if k in needed:
-            torch.testing.assert_close(part[k + 1], whole[k + 1], rtol=1e-3, atol=1e-5)
-        else:
-            assert part[k + 1] is None
-
-
-def test_no_pairs() -> None:
-    x = torch.randn(3, 8, device=DEVICE, dtype=torch.float16)
-    for m, n in ((3, 0), (0, 3), (0, 0)):
-        ids = tuple(torch.arange(k, device=DEVICE) for k in (m, n))
-        loss, gradients = run(x[:m], x[:n], 2.0, -1.0, ids, None)
-        assert loss == 0
-        assert not any(g.any() for g in gradients)
-
-
 def test_float32() -> None:
     """The interpreter multiplies in float32, a GPU in TF32."""
     x, y = (t.float().to(DEVICE) for t in MAKERS["learnt"](140, 140, 24))

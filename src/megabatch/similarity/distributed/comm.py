@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,6 @@ elif dist.is_available():
 
 #: Bytes of a rank's terms in a handshake.
 TERMS = 1024
-#: Between the names of a grid of ranks and of the groups of this rank (`mesh_groups`).
-SEPARATOR = "|"
-
-
-class GridGroups(NamedTuple):
-    """The groups of rank (r, c) of a grid."""
-
-    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
-    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
-
 
 # --- names ----------------------------------------------------------------------------------------
 
@@ -47,12 +37,11 @@ def group_name(group: object) -> str:
 
     Args:
         group: a process group, None for the default one where torch.distributed is initialised,
-            "local" for this process alone, or a DeviceMesh of one dimension, or of two with all
-            ranks.
+            "local" for this process alone, or a DeviceMesh of one dimension.
 
     Raises:
         TypeError: `group` is none of these.
-        ValueError: this process is no member of the group, or a mesh is none of these.
+        ValueError: this process is no member of the group, or a mesh has more dimensions.
     """
     available = dist.is_available()
     if isinstance(group, str) and group == "local":
@@ -76,28 +65,17 @@ def group_name(group: object) -> str:
 def _name_of_mesh(mesh: DeviceMesh) -> str:
     if mesh.get_coordinate() is None:
         raise ValueError("group: expected a mesh that this process is a member of")
-    if mesh.ndim == 1:
-        return group_name(mesh.get_group())
-    if mesh.ndim > 2:
-        raise ValueError(f"group: expected a mesh of 1 or 2 dimensions, got {mesh.ndim}")
-    if 1 < mesh.size() < dist.get_world_size():
+    if mesh.ndim > 1:
         raise ValueError(
-            f"group: expected a mesh of all {dist.get_world_size()} ranks, or of one dimension, "
-            f"got one of {mesh.size()} ranks"
+            f"group: expected a mesh of one dimension, got {mesh.ndim}; None is the group of all "
+            "ranks, which megabatch.similarity.set_grid(columns) makes a grid"
         )
-    groups: tuple[Any, ...] = dist.group.WORLD, mesh.get_group(1), mesh.get_group(0)
-    return "" if mesh.size() == 1 else SEPARATOR.join(group.group_name for group in groups)
+    return group_name(mesh.get_group())
 
 
 def resolve(name: str) -> dist.ProcessGroup:
-    """The group of that name; if it is a grid, of all its ranks."""
-    return torch_internals.resolve_group(name.split(SEPARATOR)[0])
-
-
-def mesh_groups(name: str) -> GridGroups | None:
-    """The groups of a grid that is a mesh; None: it is none."""
-    _, *parts = map(torch_internals.resolve_group, name.split(SEPARATOR))
-    return GridGroups(*parts) if parts else None
+    """The group of that name."""
+    return torch_internals.resolve_group(name)
 
 
 def rank_and_size(group: object) -> tuple[int, int]:

@@ -47,8 +47,10 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
         place = group.rank(), group.size(), torch_internals.backend_timeout(backend)
         board = Board(torch_internals.group_store(group), *place)
         hosts = board.exchange("host", _host())
-        made: Channel | None = sockets(board) if len(set(hosts)) == 1 else None
-        if made is None:
+        made: Channel
+        if len(set(hosts)) == 1 and sys.platform == "linux":
+            made = sockets(board)
+        else:
             if not on_cpu:  # not by `new_group`, which all ranks of the world must call
                 backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", board.store), *place)
             made = GlooChannel(backend, board)
@@ -98,7 +100,7 @@ class Board:
         # A store may outlive a group and hold its ranks' keys, so each group has a number.
         number = (store.add("arrivals", 1) - 1) // size
         self.store = dist.PrefixStore(str(number), store)
-        self.store.set(f"waits {rank}", "")  # for `GlooChannel`
+        self.store.set(f"waits {rank}", "0")  # for `GlooChannel`
 
     def exchange(self, what: str, mine: str) -> list[str]:
         """Every rank's value of this name, by rank; waits for the other ranks."""
@@ -110,8 +112,8 @@ class Board:
 
 # --- between machines -----------------------------------------------------------------------------
 
-#: Seconds after which a rank that waits says so, or an eighth of the group's timeout.
-NOTICE = 1.0
+#: A wait that fails within these seconds, or an eighth of the group's timeout, failed at once.
+AT_ONCE = 1.0
 #: Seconds that the store may take to answer.
 ANSWER = 2.0
 
@@ -120,8 +122,8 @@ class GlooChannel:
     """A channel over the group's collectives on the CPU.
 
     Gloo's timeout names no rank: in a collective each rank waits for its neighbour, which may
-    itself be waiting. A rank that has waited for a while therefore says so in the group's store. If
-    its wait fails later, it looks up who else waits in the same call: the others did not come.
+    itself be waiting. Each rank therefore writes to the group's store how often it has waited. If a
+    wait fails in the end, the ranks that have waited less often did not come.
     """
 
     hosts: Sequence[str] = ()  #: the name of each rank's host
@@ -129,8 +131,8 @@ class GlooChannel:
     def __init__(self, backend: Any, board: Board) -> None:
         self.backend, self._rank, self._size = backend, board.rank, board.size
         self._store = board.store.clone()  # a connection of its own, which no other thread occupies
-        self._notice = min(NOTICE, board.timeout.total_seconds() / 8)
-        self._call = 0  #: the ranks' calls are numbered, as each begins with a `gather`
+        self._at_once = min(AT_ONCE, board.timeout.total_seconds() / 8)
+        self._waits = 0
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, by rank; all send the same number. Waits for the other ranks.
@@ -140,7 +142,6 @@ class GlooChannel:
         """
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         table = [torch.empty_like(own) for _ in range(self._size)]
-        self._call += 1
         self.wait(self.backend.allgather([table], [own]))
         return [bytes(row.numpy()) for row in table]
 
@@ -150,42 +151,32 @@ class GlooChannel:
         Raises:
             RuntimeError: it failed; if that took a while, with the ranks that do not wait.
         """
-        try:
-            work.wait(timedelta(seconds=self._notice))
-            return
-        except RuntimeError:
-            if work.is_completed():  # by now, or it failed at once, and Gloo says why
-                work.wait()
-                return
-        self._say(str(self._call))
+        self._waits += 1
+        with contextlib.suppress(RuntimeError):  # the store is out of reach
+            self._store.set(f"waits {self._rank}", str(self._waits))
+        began = time.monotonic()
         try:
             work.wait()
         except RuntimeError as error:
+            if time.monotonic() - began < self._at_once:  # Gloo says why
+                raise
             raise RuntimeError(f"{error}; {self._missing()}") from error
-        self._say("")
-
-    def _say(self, waits_in: str) -> None:
-        """Tell the others in which call this rank waits; the store need not answer."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"waits {self._rank}", waits_in)
 
     def _missing(self) -> str:
-        found: list[bytes] = []
+        found: list[int] = []
 
         def look_up() -> None:
-            # The store may be of a kind that cannot do this.
             with contextlib.suppress(RuntimeError):
-                found.extend(self._store.multi_get([f"waits {r}" for r in range(self._size)]))
+                for rank in range(self._size):
+                    found.append(int(self._store.get(f"waits {rank}")))
 
-        time.sleep(2 * self._notice)  # ranks that began to wait last have not yet said so
         # In a thread, as a store out of reach may never answer.
         task = threading.Thread(target=look_up, daemon=True)
         task.start()
         task.join(ANSWER)
-        if not found:
+        if len(found) < self._size:
             return "the group's store, which knows the ranks that wait, does not answer"
-        here = str(self._call).encode()
-        missing = [str(rank) for rank, waits_in in enumerate(found) if waits_in != here]
+        missing = [str(rank) for rank, waits in enumerate(found) if waits < self._waits]
         if not missing:
             return "all ranks of the group wait: the network between them may have failed"
         several = "s" if len(missing) > 1 else ""
@@ -255,13 +246,11 @@ class SocketChannel:
 Channel = GlooChannel | SocketChannel
 
 
-def sockets(board: Board) -> SocketChannel | None:
-    """A channel between ranks of one machine; None on every rank if one of them cannot be reached.
+def sockets(board: Board) -> SocketChannel:
+    """A channel between ranks of one Linux machine.
 
-    Addresses are abstract names (Linux), which need no file and end with the processes.
+    Addresses are abstract names, which need no file and end with the processes.
     """
-    if sys.platform != "linux":
-        return None
     peers: dict[int, socket.socket] = {}
     with socket.socket(socket.AF_UNIX) as listener:
         listener.settimeout(board.timeout.total_seconds())
@@ -269,19 +258,11 @@ def sockets(board: Board) -> SocketChannel | None:
         listener.bind(f"\0{name}")
         listener.listen(board.size)
         names = board.exchange("name", name)
-        try:
-            for rank in range(board.rank):
-                peers[rank] = socket.socket(socket.AF_UNIX)
-                peers[rank].connect(f"\0{names[rank]}")
-                peers[rank].sendall(board.rank.to_bytes(8, "little"))
-            reached = "yes"
-        except OSError:
-            reached = "no"
-        if "no" in board.exchange("reached", reached):
-            for peer in peers.values():
-                peer.close()
-            return None
-        for _ in range(board.rank + 1, board.size):  # their connections are waiting already
+        for rank in range(board.rank):
+            peers[rank] = socket.socket(socket.AF_UNIX)
+            peers[rank].connect(f"\0{names[rank]}")
+            peers[rank].sendall(board.rank.to_bytes(8, "little"))
+        for _ in range(board.rank + 1, board.size):
             peer, _ = listener.accept()
             peers[int.from_bytes(peer.recv(8, socket.MSG_WAITALL), "little")] = peer
     return SocketChannel(peers, board.timeout)

@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity import settings
 from megabatch.similarity.distributed.comm import Pending, all_gather, all_to_all, reduce_scatter
 from megabatch.similarity.matrix import Side
 
@@ -21,8 +20,7 @@ DIMS = (0, 0, 0, 0, 0, 1)
 class Layout:
     """The rows of some ranks, one rank after another; they may be those of this rank alone.
 
-    A transfer takes as many rows of each rank, so shorter shards are padded. Transfers that begin
-    here have ended at once if they are not to overlap computation (`set_overlap`).
+    A transfer takes as many rows of each rank, so shorter shards are padded.
     """
 
     def __init__(
@@ -58,10 +56,7 @@ class Layout:
                     tensor = F.pad(tensor, [0, 0] * (tensor.dim() - dim - 1) + [0, missing])
                 place = saved if k == 0 else None
                 arriving[k] = all_gather(tensor, self.group, self.operation, place)
-        gathering = Gathering(self, side, arriving)
-        if not settings.current().overlap:
-            gathering.wait()
-        return gathering
+        return Gathering(self, side, arriving)
 
     def exchange(self, states: Tensor) -> Tensor:
         """Every rank's states of this rank's rows, (ranks, k, own); each gives states (k, size)."""
@@ -79,15 +74,7 @@ class Layout:
             return Pending(totals)
         pending = reduce_scatter(self._pad(totals, 0), self.group, self.operation)
         pending.result = pending.result[: self.sizes[self.rank]]
-        if not settings.current().overlap:
-            pending.wait()
         return pending
-
-    def sum_by_rank(self, parts: Tensor) -> Tensor:
-        """Sum parts (ranks, ...) over the ranks; returns this rank's own part."""
-        if self.group is None:
-            return parts[0]
-        return reduce_scatter(parts, self.group, self.operation).wait()[0]
 
     def join(self, gathered: Tensor, dim: int) -> Tensor:
         """All rows along `dim`, without padding, from those by rank (ranks, ...)."""

@@ -17,19 +17,21 @@ The matrix of x against itself is symmetric, so one of two ranks computes the bl
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megabatch import torch_internals
 from megabatch.similarity import settings
-from megabatch.similarity.distributed import comm
-from megabatch.similarity.distributed.grid import grid_groups
-from megabatch.similarity.distributed.layout import Layout
-from megabatch.similarity.matrix import Side
-from megabatch.similarity.slices import strips
+from megabatch.similarity.distributed import comm, control
+from megabatch.similarity.distributed.layout import Gathering, Layout
+from megabatch.similarity.matrix import Side, strips
 
 #: With at least this many rows of a rank in a round, its own columns come first, while the others'
 #: arrive. With fewer, launches by the host decide the time.
@@ -90,37 +92,43 @@ class Ranks:
         self.start = sum(col_sizes[: self.rank])
         self.row_start = self.start - self.rows.own.start
         self._step = round_rows(self.cols.padded, len(self.cols.sizes) * row_bytes)
+        self._row_place: Tensor | None = None  #: for gathered features, see `keep`
+        self._col_place: Tensor | None = None
+        self._filled = False
 
     @property
     def one_round(self) -> bool:
         """Whether all columns are gathered at once."""
         return self._step >= self.cols.padded
 
-    def saved(self, features: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Places in `features` for what is gathered of rows and of columns; None: no place.
+    def keep(self, features: Tensor, filled: bool) -> None:
+        """Keep what is gathered in `features`, if there is room; `filled`: it is there already.
 
         The forward pass fills them, the backward pass need not gather again.
         """
         n, m = self.cols.size, self.rows.size if self.rows.group is not None else 0
-        if not (self.one_round and self._even and 0 < n + m <= len(features)):
-            return None, None
-        return features[n : n + m] if m else None, features[:n]
+        if self.one_round and self._even and 0 < n + m <= len(features):
+            self._row_place, self._col_place = features[n : n + m] if m else None, features[:n]
+            self._filled = filled
 
-    def rounds(
-        self, side: Side, saved: Tensor | None = None, filled: bool = False
-    ) -> Iterator[Round]:
-        """Gather this rank's columns and the others' in rounds. `saved`, `filled`: of a single one.
+    def gather_rows(self, side: Side) -> Gathering:
+        """Begin to gather the rows that this rank computes."""
+        return self.rows.gather(side, self._row_place, self._filled)
+
+    def rounds(self, side: Side) -> Iterator[Round]:
+        """Gather this rank's columns and the others' in rounds.
 
         The first round is on its way at once, each other one while the round before is computed.
         """
         parts = list(strips(self.cols.padded, self._step)) or [slice(0, 0)]
-        return self._rounds(Round(self, parts[0], side, saved, filled), parts[1:], side)
+        first = Round(self, parts[0], side, self._col_place, self._filled)
+        return self._rounds(first, parts[1:], side)
 
     def _rounds(self, now: Round, others: Sequence[slice], side: Side) -> Iterator[Round]:
         for part in others:
-            coming = Round(self, part, side) if settings.current().overlap else None
+            coming = Round(self, part, side)
             yield now
-            now = coming or Round(self, part, side)
+            now = coming
         yield now
 
 
@@ -221,14 +229,94 @@ def saved_rows(features: Tensor, ranks: int, limit: int) -> int:
     return ranks * len(features) if whole_lines and ranks * features.nbytes <= limit else 0
 
 
+# --- grids ----------------------------------------------------------------------------------------
+
+
+class GridGroups(NamedTuple):
+    """The groups of rank (r, c) of a grid."""
+
+    rows: dist.ProcessGroup  #: the ranks (r, *), which share rows
+    cols: dist.ProcessGroup  #: the ranks (*, c), which share columns
+
+
+#: The groups made of a group, by the number of columns.
+_grids: WeakKeyDictionary[dist.ProcessGroup, dict[int, GridGroups]] = WeakKeyDictionary()
+
+
+def grid_groups(
+    name: str, sizes: Sequence[Sequence[int]], row: int, device: torch.device
+) -> GridGroups | None:
+    """The grid of a call, as the setting and the hosts decide; None: no grid.
+
+    A grid takes no empty shard, and no rows that do not fit into memory at once.
+
+    Args:
+        name: of the group. sizes: (rows by rank, columns by rank). row: bytes of a row's features.
+        device: of the group's tensors.
+    """
+    group, most = comm.resolve(name), most_sharing(max(sizes[0]), row)
+    # All ranks of the world have to help make groups.
+    if group is not dist.group.WORLD or min(map(min, sizes)) == 0:
+        return None
+    columns = settings.current().grid
+    if columns < 0:
+        each = ranks_per_host(tuple(control.channel(group, device).hosts))
+        columns = columns_for(group.size() // each, each, most) if each else 0
+    if columns == 0 or group.size() % columns or columns > most:
+        return None
+    known = _grids.setdefault(group, {})
+    if columns not in known:
+        known[columns] = _new_grid(group, device, columns)
+    return known[columns]
+
+
+def most_sharing(rows: int, row: int) -> int:
+    """The number of ranks whose shards of `rows` rows, of `row` bytes each, fit into memory."""
+    return settings.current().gather // max(1, rows * row)
+
+
+def columns_for(hosts: int, ranks: int, most: int) -> int:
+    """Columns of the grid of so many hosts with `ranks` ranks each; 0: no grid.
+
+    A row of the grid is whole hosts, up to `most` ranks. Of the divisions that leave several rows
+    and columns, it is the one with which a host receives the fewest shards from others.
+    """
+    widths = [w for w in range(1, hosts) if hosts % w == 0 and 1 < w * ranks <= most]
+    received = {w: w * ranks - ranks + ranks * (hosts // w - 1) for w in widths}
+    return min(widths, key=received.__getitem__) * ranks if widths else 0
+
+
+@functools.lru_cache(maxsize=8)
+def ranks_per_host(names: tuple[str, ...]) -> int:
+    """The number of ranks of each host, from the name of each rank's host.
+
+    0: hosts differ in it, or the ranks of one are not consecutive.
+    """
+    hosts = [len(list(ranks)) for _, ranks in itertools.groupby(names)]
+    return hosts[0] if len(set(names)) == len(hosts) and len(set(hosts)) == 1 else 0
+
+
+def _new_grid(group: dist.ProcessGroup, device: torch.device, columns: int) -> GridGroups:
+    table = torch.arange(group.size(), device="cpu").view(-1, columns)
+    # Not as a DeviceMesh, whose groups have torch's default timeout and not this group's.
+    timeout = torch_internals.backend_timeout(torch_internals.group_backend(group, device))
+    made: list[Any] = [
+        dist.new_subgroups_by_enumeration(parts, timeout)[0]
+        for parts in (table.tolist(), table.T.tolist())
+    ]
+    for part in made:
+        control.watch_with(part, group)
+    return GridGroups(*made)
+
+
+# --- the handshake --------------------------------------------------------------------------------
+
+
 def terms() -> str:
     """Description of the schedule's settings, on which all ranks must agree."""
     chosen = settings.current()
     columns = {-1: "by hosts", 0: "never"}.get(chosen.grid, f"{chosen.grid} columns")
-    return (
-        f"gathered up to {chosen.gather} bytes, "
-        f"transfers {'overlap' if chosen.overlap else 'one by one'}, grid: {columns}"
-    )
+    return f"gathered up to {chosen.gather} bytes, grid: {columns}"
 
 
 def agree(
@@ -251,9 +339,7 @@ def agree(
     """
     if not group:
         return None, new_sizes(group, x)
-    common, mesh = f"{call}, {description}, {terms()}", comm.mesh_groups(group)
-    if mesh:
-        common += f", mesh: {mesh.cols.size()} x {mesh.rows.size()}"
+    common = f"{call}, {description}, {terms()}"
     table = torch.tensor(comm.agree(group, common, sizes, x.device), device="cpu").T
     return ranks_again(group, call, table, x, symmetric, ""), table
 

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Iterator
 
-from megabatch.similarity.slices import strips
+from megabatch.similarity.matrix import strips
 
 #: Rows and columns of a tile. Alike for both, so that pairs (i, i) fall into whole tiles.
 TILE = 128

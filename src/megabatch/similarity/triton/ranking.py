@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.matrix import Side
-from megabatch.similarity.slices import strips
+from megabatch.similarity.matrix import Side, strips
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import aligned, new_descriptor
 from megabatch.similarity.triton.configs import launch_config

@@ -14,8 +14,6 @@ are stored as p = a + b + ab. Adding the 1 would lose small terms: at SigLIP's f
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import settings
-from megabatch.similarity.eager_sigmoid import Deferred, SigmoidCall
+from megabatch.similarity.eager_sigmoid import SigmoidCall
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.triton.blocking import GROUP, TILE, block_shape, cdiv
 from megabatch.similarity.triton.blocks import (
@@ -32,11 +30,9 @@ from megabatch.similarity.triton.blocks import (
     block_kernel,
     by_last_tile,
     new_descriptor,
-    ranges_from,
-    ranges_of,
+    scale_rows,
 )
 from megabatch.similarity.triton.configs import launch_config
-from megabatch.similarity.triton.gradients import scale_rows
 from megabatch.similarity.triton.tiles import (
     LN2,
     LOG2E,
@@ -68,12 +64,7 @@ class SigmoidKernelTiles(KernelTiles):
     def __init__(self, matrix: Matrix, call: SigmoidCall, sums: Tensor) -> None:
         """`sums`: as `new_sums` makes it, for all blocks of the sweep."""
         super().__init__(matrix, call.scale)
-        self.call, self._sums, self.bounds = call, sums, call.bounds
-        self._row_ranges: list[Tensor | None] = []
-        ids = matrix.rows.ids
-        if len(call.bounds) > 2 and ids is not None:
-            # A rank's rows need not begin with a tile of all rows.
-            self._row_ranges = [ranges_of(ids[a:b]) for a, b in pairwise(call.bounds)]
+        self.call, self._sums = call, sums
         self.gain = HALF_GAIN if self.x.dtype == torch.float16 else 1.0
         weight = matrix.rows.weight
         self.weight = None if weight is None else weight.contiguous()
@@ -85,21 +76,17 @@ class SigmoidKernelTiles(KernelTiles):
         self._partials = self._empty(2 * PARTS.value * tiles)
 
     @staticmethod
-    def new_sums(x: Tensor, y: Tensor, ranks: int) -> Tensor:
-        """Sums by rank that shares rows and by program: losses, dS, dS times products."""
+    def new_sums(x: Tensor) -> Tensor:
+        """Sums by program: losses, dS, dS times products."""
         limit = settings.workspace(x) // x.element_size()
         rows, _ = block_shape(1, 1, x.shape[1], x.element_size(), False, settings.workspace(x))
         tiles = cdiv(rows, TILE) * cdiv(max(GROUP, limit // rows), TILE)
-        return x.new_zeros((ranks, 3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
+        return x.new_zeros((3, cdiv(tiles, CHUNKS[1])), dtype=torch.float64)
 
     def gradient_block(self, i: slice, j: slice, rows: object, cols: object) -> Tensor | None:
         ds = self._workspace(i, j) if self.call.need.features else None
         config = self.config
         block = self._block(i, j, config.bk)
-        rank = bisect_right(self.call.bounds, i.start) - 1
-        if self._row_ranges:
-            start = i.start - self.call.bounds[rank]
-            block.row_ranges, block.row_range_stride = ranges_from(self._row_ranges[rank], start)
         tiles, cols = cdiv(block.m, TILE), cdiv(block.n, TILE)
         weight = None if self.weight is None else self.weight[i]
         # Sums of dS without a dS to store are rare: they have no fast kernel.
@@ -112,17 +99,16 @@ class SigmoidKernelTiles(KernelTiles):
                 EVEN_N=even, GAIN=self.gain, num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = CHUNKS[0] if tiles * cols >= LARGE else CHUNKS[1]
-        sums = self._sums[rank]
         masked_tiles.launch(
-            cdiv(tiles * cols, chunk), block, ds=out, partials=self._partials, sums=sums,
-            stride=sums.stride(0), bias=self.call.bias, weight=weight, CHUNK=chunk,
+            cdiv(tiles * cols, chunk), block, ds=out, partials=self._partials, sums=self._sums,
+            stride=self._sums.stride(0), bias=self.call.bias, weight=weight, CHUNK=chunk,
             ALL=all_masked, GAIN=self.gain, num_warps=16, num_stages=config.stages,
         )  # fmt: skip
         return ds
 
     def sums(self) -> Tensor:
-        """(ranks, 3) float64: of losses, dS, and of dS * products if x and y are frozen."""
-        total = self._sums.sum(2)
+        """(3,) float64: of losses, dS, and of dS * products if x and y are frozen."""
+        total = self._sums.sum(1)
         return total if self.call.weight_divisor is None else total * self.call.weight_divisor
 
     def factor(self, divisor: int) -> Tensor:
@@ -148,14 +134,6 @@ class SigmoidKernelTiles(KernelTiles):
             return None
         found = parts.sum(dtype=torch.float64)
         return found if self.call.weight_divisor is None else found * self.call.weight_divisor
-
-
-def write_deferred(deferred_grad: Deferred, out: Tensor, factor: Tensor, divisor: int) -> None:
-    """out = deferred_grad * factor * divisor, with the scale of each row."""
-    values, row_scale, _ = deferred_grad
-    scale_rows(
-        values, out, factor, out.shape[1], divisor, row_scale=row_scale if len(row_scale) else None
-    )
 
 
 # --- kernels --------------------------------------------------------------------------------------

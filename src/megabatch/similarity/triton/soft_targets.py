@@ -93,14 +93,8 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
             col_partials=col_partials, own=own, stride=own.stride(0),
         )  # fmt: skip
 
-    def merge(self, parts: Tensor) -> Tensor:
-        return _in_base(states.merge_targets(_in_base(parts, LN2)), LOG2E)
-
-    def write_results(self, parts: Tensor, out: Tensor) -> None:
-        states.to_target_results(states.merge_targets(_in_base(parts, LN2)), out)
-
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
-        return Upstream.of(states.target_upstream(results, gradient), self._lses)
+        return Upstream.of(states.upstream(results, gradient), self._lses)
 
     def gradient_block(
         self, i: slice, j: slice, rows: Upstream | None, cols: Upstream | None
@@ -126,16 +120,6 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         packed = self._empty(states.TARGETS.upstream, size).zero_()
         packed[0:3:2] = torch.inf
         return Upstream.of(packed, self._lses)
-
-
-def _in_base(state: Tensor, factor: tl.constexpr) -> Tensor:
-    """A copy of a state, or of several, with references and terms in another base.
-
-    `factor`: LN2 for base e, LOG2E for base 2.
-    """
-    factors = state.new_ones(states.TARGETS.state, 1)
-    factors[[0, 2, 6, 8, 9]] = factor.value
-    return state * factors
 
 
 # --- forward --------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ Forward:
 3. `combine_partials` adds the tiles' sums to the running state, computes the tiles left out, with a
    running maximum, and recomputes the rows whose sums left float32's range.
 
-States are laid out as `states` documents, with references in base 2.
+States are laid out as `states` documents, with logits in base 2.
 
 Backward: dS of a block, rounded once to the features' dtype. Two cuBLAS products with dS then give
 dx and dy.
@@ -43,9 +43,9 @@ from megabatch.similarity.triton.blocks import (
     block_kernel,
     by_last_tile,
     new_descriptor,
+    scale_rows,
 )
 from megabatch.similarity.triton.configs import launch_config
-from megabatch.similarity.triton.gradients import scale_rows
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import (
     LN2,
@@ -135,12 +135,17 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         )  # fmt: skip
 
     def merge(self, parts: Tensor) -> Tensor:
-        return states.merge(parts, Tensor.exp2_)
+        return self._scaled(super().merge(self._scaled(parts, LN2)), LOG2E)
 
     def write_results(self, parts: Tensor, out: Tensor) -> None:
-        state = states.merge(parts, Tensor.exp2_)
-        state[0:4:2] *= LN2.value
-        states.to_logsumexp(state, out)
+        super().write_results(self._scaled(parts, LN2), out)
+
+    def _scaled(self, states: Tensor, factor: tl.constexpr) -> Tensor:
+        """Copies of states with logits in another base: by LN2 in base e, by LOG2E in base 2."""
+        states = states.clone()
+        for places in (*self.numbers.references, *self.numbers.differences):
+            states[..., places, :] *= factor.value
+        return states
 
     # --- backward ---------------------------------------------------------------------------
 
@@ -194,12 +199,8 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
         self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
         out = None if out is None else out[rows]
-        # The gradient of features that are stored by columns is stored so too.
-        target = out if out is None or out.stride(1) == 1 else out.new_empty(out.shape)
         features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
-        parts = scale_rows(total, target, factor, self.width, features=features)
-        if out is not None and target is not None and target is not out:
-            out.copy_(target)
+        parts = scale_rows(total, out, factor, self.width, features=features)
         return None if parts is None else parts.sum()
 
 
