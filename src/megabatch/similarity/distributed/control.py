@@ -166,7 +166,7 @@ class GlooChannel:
         found: list[int] = []
 
         def look_up() -> None:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):  # a store that ends gives b""
                 for rank in range(self._size):
                     found.append(int(self._store.get(f"waits {rank}")))
 
