@@ -15,7 +15,6 @@ from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
 from megabatch.evaluation import classification
 from megabatch.evaluation.config import EvalConfig
-from megabatch.evaluation.report import content
 from megabatch.evaluation.retrieval import answers_by_pairs, metrics_by_answers
 from megabatch.evaluation.run import evaluate
 from megabatch.evaluation.tasks import pixel_neighbour_recalls
@@ -70,7 +69,6 @@ def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
         patch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)
         alone = evaluate(EvalConfig(**settings, output=folder / "alone"), group="local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(content, "_MAPPED", 10)  # t-SNE of more points takes a second
         patch.setattr(classification, "_ROWS", 16)
         both = evaluate(EvalConfig(**settings, output=folder / "both"))
     pairs = alone["retrieval"]["pairs"]

@@ -36,7 +36,6 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
     faces, characters = evaluation["retrieval"]["faces"], evaluation["retrieval"]["characters"]
     assert faces["texts"] < characters["texts"]  # some names against all
     assert faces["baseline"]["image_to_text/recall@1"] > 0.3
-    assert set(characters["baseline"].values()) == {0.0}
     assert faces["chance"]["image_to_text/recall@1"] == pytest.approx(1 / faces["texts"])
     for way in ("image_to_text", "text_to_image"):
         for contender in ("model", "chance"):
@@ -47,7 +46,6 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
     assert digits["chance"] == pytest.approx(
         {"top1": 0.1, "top5": 0.5, "mean_per_class_recall": 0.1}
     )
-    assert digits["baseline"]["top1"] > 0.3
     assert 0 < digits["model"]["top1"] < 1
 
     html = (run / "report.html").read_text()
@@ -59,12 +57,11 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
     assert "a <b> run" in page.text  # the folder's name, escaped
     for text in ("held-out faces", "held-out characters", "handwritten digits", "chance"):
         assert text in page.text
-    for text in ("pixel nearest neighbour", "R@10", "median rank", 'model = "glyph-small"'):
+    for text in ("pixel nearest neighbour", "R@10", "median rank", "glyph-small"):
         assert text in page.text
-    assert sum("query image" in alt for alt in page.pictures_of) >= 20
+    assert len(page.pictures_of) >= 100
     assert "Failures drawn at random" in page.text
     assert "loss, from 6 to 0.5" in page.attributes["aria-label"]
-    assert "Confusions, zero-shot" in page.text
     assert len(html) < 700_000
     (run / "report.html").unlink()
     (run / "model.safetensors").unlink()
@@ -116,7 +113,6 @@ def test_other_pairs_are_evaluated_among_their_own_captions(run: Path, csv: Path
     assert "red &amp; &lt;i&gt;bold&lt;/i&gt;" in html
     assert "<i>bold" not in html
     assert "Skipped:" in html
-    assert "Without a log of training" in html
 
 
 @pytest.mark.usefixtures("no_report")
@@ -164,7 +160,6 @@ def test_prompts_for_digits_follow_the_training_data(
     )
     assert digits is not None
     assert digits.prompts == (UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS)
-    assert (digits.baseline is not None) == of_glyphs
     if val_data is not None:  # digits only if they are asked for
         assert tasks_of(run, train_data, val_data=val_data)[1] is None
 
@@ -174,7 +169,7 @@ def test_prompts_for_digits_can_be_given(run: Path, tmp_path: Path) -> None:
     settings = {"class_data": "digits", "templates": str(tmp_path / "templates.txt")}
     _, digits = tasks_of(run, "glyphs", **settings)
     assert digits is not None
-    source = f"from {tmp_path / 'templates.txt'}; class names: the digits' own"
+    source = f"from {tmp_path / 'templates.txt'}; class names: those of the data"
     assert digits.prompts == Prompts(UNICODE_DIGITS.names, ("the digit {}",), source)
     (tmp_path / "names.txt").write_text("".join(f"number {i}\n" for i in range(10)))
     _, digits = tasks_of(run, "glyphs", **settings, class_names=str(tmp_path / "names.txt"))
@@ -227,9 +222,7 @@ def test_what_is_evaluated_is_announced_before_it_begins(
     with pytest.raises(KeyboardInterrupt):
         evaluate_run(run, val_data=str(csv), class_data="digits", announce=told.append)
     assert told[0].endswith("model.safetensors, step 1,200) on cpu, fp32:")
-    assert told[1] == f"  retrieval: {csv}, 12 images"
-    assert told[2] == "  classification: handwritten digits, 1,797 images (zero-shot)"
-    assert told[3].startswith("  prompts: “digit {}”, ")
+    assert told[1:] == [f"  {csv}: 12 images", "  handwritten digits: 1,797 images"]
     assert not (run / "evaluation.json").exists()
 
 
@@ -238,7 +231,7 @@ def test_what_is_evaluated_is_announced_before_it_begins(
     [
         ({"device": "gpu7"}, "--device gpu7: cannot be used"),
         ({"device": "meta"}, "--device meta: cannot be used"),
-        ({"precision": "int4"}, "--precision int4: expected one of fp32, bf16, fp16"),
+        ({"precision": "int4"}, "--precision int4: expected 'fp32' or 'bf16' or 'fp16'"),
         ({"batch_size": 0}, "--batch-size 0: expected at least 1"),
         ({"val_data": "no-such-*.tar"}, "no-such"),
         (

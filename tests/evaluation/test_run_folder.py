@@ -76,7 +76,7 @@ def only_cut_checkpoints(run: Path) -> None:
         (cut_weights, "model.safetensors is damaged"),
         (text_as_weights, "model.safetensors is damaged"),
         (foreign_weights, "holds the weights of another model"),
-        (only_cut_checkpoints, "no checkpoint is intact; .*step-00000002.* is damaged"),
+        (only_cut_checkpoints, "step-00000002.* is damaged"),
     ],
 )
 def test_a_damaged_run_is_refused_in_one_line(run: Path, damage: object, message: str) -> None:

@@ -150,16 +150,15 @@ def _step_of(weights: Path, folder: Path) -> int | None:
 
 
 def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:
-    failures: list[str] = []
+    problem = ""
     for path in candidates:
         try:
             towers.module.load_state_dict(load_file(path))
         except (SafetensorError, OSError) as error:
-            failures.append(f"{path} is damaged: {one_line(error, 200)}")
+            problem = problem or f"{path} is damaged: {one_line(error, 200)}"
         except RuntimeError as error:  # load_state_dict, after a list of every name
-            failures.append(f"{path} holds the weights of another model: {one_line(error, 200)}")
+            reason = one_line(error, 200)
+            problem = problem or f"{path} holds the weights of another model: {reason}"
         else:
             return path
-    raise UsageError(
-        failures[0] if len(failures) == 1 else f"no checkpoint is intact; {failures[0]}"
-    )
+    raise UsageError(problem)

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -97,9 +96,8 @@ def read_names(choice: str | None, classes: Sequence[str] | None, n_classes: int
 
     Args:
         choice: "imagenet", OpenCLIP's names of ImageNet's 1,000 classes; a text file with one name
-            per line, in the order of the classes; a JSON file with a list of names, or with names
-            by class folder (one or a list; or [folder, name] by number, a common form of ImageNet's
-            index); None for `classes` with spaces for underscores.
+            per line, in the order of the classes; a JSON file with one or a list of names by class
+            folder; None for `classes` with spaces for underscores.
         classes: the folders' names, or names that came with the data; None if classes only have
             numbers.
         n_classes: the number of classes.
@@ -118,7 +116,7 @@ def read_names(choice: str | None, classes: Sequence[str] | None, n_classes: int
     elif not Path(choice).is_file():
         raise UsageError(f"--class-names {choice}: expected imagenet or a file")
     elif Path(choice).suffix == ".json":
-        names = _names_from_json(Path(choice), classes)
+        names = _names_from_json(Path(choice), classes or [])
     else:
         names = tuple((line,) for line in read_lines(Path(choice)))
     if len(names) != n_classes:
@@ -128,33 +126,23 @@ def read_names(choice: str | None, classes: Sequence[str] | None, n_classes: int
     return names
 
 
-def _names_from_json(path: Path, classes: Sequence[str] | None) -> Names:
+def _names_from_json(path: Path, classes: Sequence[str]) -> Names:
     try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--class-names {path}: cannot be read: {error}") from error
-    if isinstance(document, dict):
-        values = list(document.values())
-        pairs = all(isinstance(v, list) and len(v) == 2 for v in values)
-        if pairs and {v[0] for v in values} & {*(classes or ())} - {*document}:
-            document = dict(values)  # of {"0": ["n01440764", "tench"], ...}
-        classes = classes or [str(i) for i in range(len(document))]
-        if missing := [name for name in classes if name not in document]:
+        by_class = json.loads(path.read_text(encoding="utf-8-sig"))
+        found = [by_class[name] for name in classes]
+    except (OSError, ValueError, RecursionError, TypeError) as error:
+        raise UsageError(
+            f"--class-names {path}: expected names by class folder: {error}"
+        ) from error
+    except KeyError as missing:
+        raise UsageError(f"--class-names {path}: none for the class {missing}") from missing
+    of_each = [names if isinstance(names, list) else [names] for names in found]
+    for names in of_each:
+        if not names or not all(isinstance(name, str) and name.strip() for name in names):
             raise UsageError(
-                f"--class-names {path}: none for {len(missing)} of {len(classes)} classes, such as "
-                f"{missing[0]!r}"
+                f"--class-names {path}: expected a name or a list of names, got {names!r}"
             )
-        document = [document[name] for name in classes]
-    if not isinstance(document, list):
-        raise UsageError(f"--class-names {path}: expected a list, or names by class folder")
-    return tuple(_names_of(value, path) for value in document)
-
-
-def _names_of(value: Any, path: Path) -> tuple[str, ...]:
-    names = value if isinstance(value, list) else [value]
-    if not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise UsageError(f"--class-names {path}: expected a name or a list of names, got {value!r}")
-    return tuple(name.strip().replace("_", " ") for name in names)
+    return tuple(tuple(name.strip().replace("_", " ") for name in names) for names in of_each)
 
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
