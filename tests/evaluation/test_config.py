@@ -26,9 +26,7 @@ def test_what_can_be_done_is_let_pass(settings: dict) -> None:
         ({**MODEL, "val_data": None}, "--val-data or --class-data: needed with --model"),
         ({**MODEL, "weights": "ema"}, "--weights: chooses between a run's"),
         ({**RUN, "class_train_data": "d"}, "--class-train-data: only with --class-data"),
-        ({**RUN, "class_names": "d"}, "--class-names: only with --class-data"),
         ({**RUN, "templates": "simple"}, "--templates: only with --class-data"),
-        ({**RUN, "image_folder": Path("d")}, "--image-folder: only with --val-data"),
         ({**RUN, "split": "val"}, "--split: only with --val-data"),
         (
             {**RUN, "methods": ("svm",)},

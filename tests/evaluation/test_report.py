@@ -45,7 +45,7 @@ def matched(small_glyphs: GlyphSet) -> Matched:
     ids = torch.tensor([texts.index(c) for c in captions])
     torch.manual_seed(0)
     text_features = F.normalize(torch.randn(len(texts), 16), dim=1)
-    features = F.normalize(text_features[ids] + 0.35 * torch.randn(len(captions), 16), dim=1)
+    features = F.normalize(text_features[ids] + 0.45 * torch.randn(len(captions), 16), dim=1)
     indices, answers = list(range(len(captions))), answers_by_ids(ids, torch.arange(len(texts)))
     return Matched("a", task.samples, indices, features, texts, text_features, answers)
 
@@ -62,10 +62,9 @@ def all_queries(gallery: dict[str, Any]) -> list[dict[str, Any]]:
     return [*gallery["examples"], *gallery["failures"]]
 
 
-def test_queries_show_the_five_best_answers_and_the_rank_of_the_right_one(
-    matched: Matched,
-) -> None:
+def test_queries_show_the_five_best_answers_and_the_best_right_one(matched: Matched) -> None:
     there, back = galleries(matched)
+    missed = []
     scores = matched.features @ matched.text_features.T
     names = [matched.texts[i] for i in image_ids(matched)]
     for query in all_queries(there):
@@ -90,34 +89,11 @@ def test_queries_show_the_five_best_answers_and_the_rank_of_the_right_one(
             assert [a["rank"] for a in answers[:5]] == [1, 2, 3, 4, 5]
             assert query["picture"]
             assert all(a["picture"] for a in answers)
-
-
-def test_a_right_answer_beyond_the_first_five_follows_at_its_rank(matched: Matched) -> None:
-    shifted = replace(matched, text_features=matched.text_features.roll(1, 0))
-    for gallery in galleries(shifted):
-        missed = [q for q in gallery["examples"] if q["rank"] > 5]
-        assert missed
-        for query in missed:
-            *_, answer = query["answers"]
-            found = answer["rank"], answer["text"], answer["right"]
-            assert found == (query["rank"], query["text"], True)
-
-
-def test_of_several_right_texts_the_best_is_ranked_and_each_is_marked(matched: Matched) -> None:
-    n = len(matched.texts)
-    noise = 0.05 * torch.randn(2 * n, 16)
-    two = replace(
-        matched,
-        texts=[f"{text} {i}" for text in matched.texts for i in (1, 2)],
-        text_features=F.normalize(matched.text_features.repeat_interleave(2, 0) + noise, dim=1),
-        answers=answers_by_ids(image_ids(matched), torch.arange(n).repeat_interleave(2)),
-    )
-    rights = []
-    for query in galleries(two)[0]["examples"]:
-        right = [answer["rank"] for answer in query["answers"] if answer["right"]]
-        assert query["rank"] == right[0]
-        rights.append(len(right))
-    assert max(rights) == 2
+            assert any(a["right"] for a in answers)
+            if query["rank"] > 5:  # the right answer follows the first five
+                assert (answers[5]["rank"], answers[5]["right"]) == (query["rank"], True)
+                missed.append(query)
+    assert missed
 
 
 def test_texts_without_images_are_no_queries_and_have_no_picture(matched: Matched) -> None:

@@ -104,26 +104,32 @@ def open_captioned(
         UsageError: nothing matches, a column or field is missing, no image has a caption.
     """
     specs = split_spec(spec)
-    is_json = [one.endswith(".json") for one in specs]
-    paths = [
-        [] if of_json or one == GLYPHS or is_grey_folder(one) else find_files(one)
-        for one, of_json in zip(specs, is_json, strict=True)
-    ]
-    is_table = [bool(found) and found[0].name.endswith(ALL_TABLES) for found in paths]
-    if GLYPHS in specs or (len(specs) > 1 and any(is_json + is_table)):
+    kinds = {_kind(one) for one in specs}
+    if "glyphs" in kinds or (len(specs) > 1 and kinds != {"pairs"}):
         raise UsageError(
             f"{spec}: glyphs, tables and .json files are evaluated with no other source; a pattern "
             "such as 'tables/*.csv' names several tables"
         )
-    if split is not None and not is_json[0]:
+    if split is not None and kinds != {"json"}:
         raise UsageError(f"--split {split!r}: only Karpathy's JSON files have splits, not {spec}")
-    if is_json[0]:
+    if kinds == {"json"}:
         return _open_json(Path(spec), image_folder, split)
-    if is_table[0]:
-        return _open_tables(paths[0], image_folder, image_column, caption_column, separator)
+    if kinds == {"table"}:
+        files = find_files(spec)
+        return _open_tables(files, image_folder, image_column, caption_column, separator)
     if image_folder is not None:
         raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
     return CaptionedPairs(open_pairs(spec))
+
+
+def _kind(source: str) -> str:
+    """How a source is read: as "json", "table" or "pairs"; "glyphs" are not."""
+    if source == GLYPHS:
+        return GLYPHS
+    if source.endswith(".json"):
+        return "json"
+    is_table = not is_grey_folder(source) and find_files(source)[0].name.endswith(ALL_TABLES)
+    return "table" if is_table else "pairs"
 
 
 def clean_captions(value: Any, key: str) -> Captions:
@@ -315,7 +321,9 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
 
 def _coco(document: dict[str, Any]) -> list[tuple[str, list[Any]]]:
     """The images' file names and captions."""
-    images = {image["id"]: (image["file_name"], []) for image in document["images"]}
+    images: dict[Any, tuple[str, list[Any]]] = {
+        image["id"]: (image["file_name"], []) for image in document["images"]
+    }
     if len(images) < len(document["images"]):
         raise TypeError("images, of which some have the same id")
     for annotation in document["annotations"]:

@@ -142,7 +142,7 @@ def _zero_shot(
         "prompts": {
             "source": prompts.source,
             "templates": list(prompts.templates),
-            "names": [list(of_class) for of_class in prompts.names],
+            "names": list(prompts.names),
         },
         "model": ranked.figures(),
         "recall_by_class": {names[i]: r for i, r in ranked.recall_by_class().items()},

@@ -83,8 +83,8 @@ class EvalConfig:
     methods: tuple[Method, ...] = METHODS
     """Methods for --class-data; knn and linear-probe need --class-train-data."""
     class_names: str | None = None
-    """imagenet, or a file: one name per line, or JSON with names by class folder. Default:
-    classnames.txt of the shards, or the folders' names."""
+    """imagenet, or a text file with one name per line. Default: classnames.txt of the shards, or
+    the folders' names."""
     templates: str | None = None
     """Prompts for zero-shot: openai (80), simple (7), or a file with one per line, {} for the
     name. Default: those that came with the shards, else openai."""
