@@ -27,12 +27,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True)
-def small_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Maps of few points: t-SNE takes most of a second for the usual number."""
-    monkeypatch.setattr("megabatch.evaluation.report.content._MAPPED", 10)
-
-
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations write no report: its charts take most of a small one's time."""
@@ -85,7 +79,6 @@ def glyphs_evaluated_once(
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
-        patch.setattr("megabatch.evaluation.report.content._MAPPED", 10)
         patch.setattr("megabatch.evaluation.run.load_glyphs", lambda: small_glyphs)
         assert main(["eval", str(folder), "--batch-size", "256"]) == 0
     torch.set_num_threads(threads)

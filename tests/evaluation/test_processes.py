@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,10 +14,8 @@ from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
 from megabatch.evaluation import classification
 from megabatch.evaluation.config import EvalConfig
-from megabatch.evaluation.report import content
 from megabatch.evaluation.retrieval import answers_by_pairs, metrics_by_answers
 from megabatch.evaluation.run import evaluate
-from megabatch.evaluation.tasks import pixel_neighbour_recalls
 from megabatch.models import create
 from tests.evaluation.material import caption_table, class_shards, image_folder
 from tests.similarity.distributed.processes import World, on_processes
@@ -70,7 +67,6 @@ def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
         patch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)
         alone = evaluate(EvalConfig(**settings, output=folder / "alone"), group="local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(content, "_MAPPED", 10)  # t-SNE of more points takes a second
         patch.setattr(classification, "_ROWS", 16)
         both = evaluate(EvalConfig(**settings, output=folder / "both"))
     pairs = alone["retrieval"]["pairs"]
@@ -81,20 +77,6 @@ def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
     assert (folder / "alone" / "evaluation.json").exists()
     for name in ("evaluation.json", "report.html"):
         assert (folder / "both" / name).exists() == (world.rank == 0)
-
-
-@on_processes(2)
-def test_the_pixel_baseline_is_that_of_one_process(world: World) -> None:
-    """Every rank has all images: none of another rank's may be among the nearest."""
-    random = np.random.default_rng(0)
-    train, query = (random.integers(0, 256, (n, 4, 4), dtype=np.uint8) for n in (30, 20))
-    names = np.arange(30) % 10, np.arange(20) % 10
-    found = pixel_neighbour_recalls(train, names[0], query, names[1], ks=(1, 5))
-    # By the definition: a name is as far as its nearest image.
-    pixels = [torch.from_numpy(images).flatten(1).double() for images in (query, train)]
-    to_names = torch.cdist(*pixels).view(20, 3, 10).amin(1)
-    nearer = (to_names < to_names.gather(1, torch.from_numpy(names[1])[:, None])).sum(1)
-    assert found == {f"recall@{k}": (nearer < k).double().mean().item() for k in (1, 5)}
 
 
 @on_processes(2)

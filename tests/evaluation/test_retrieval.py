@@ -154,32 +154,10 @@ def test_chance_is_what_a_collapsed_model_and_random_orders_score() -> None:
     assert statistics.fmean(drawn) == pytest.approx(chance["x_to_y/recall@10"], abs=0.02)
 
 
-def test_perfect_features_score_one_and_rank_one() -> None:
-    x = torch.eye(20)
-    got = retrieval_metrics(x, x, ks=(1,))
-    assert got == {
-        "x_to_y/recall@1": 1.0,
-        "x_to_y/median_rank": 1.0,
-        "x_to_y/queries": 20,
-        "y_to_x/recall@1": 1.0,
-        "y_to_x/median_rank": 1.0,
-        "y_to_x/queries": 20,
-    }
-
-
-def test_k_beyond_the_columns_is_one() -> None:
+def test_a_k_beyond_the_columns_is_one_and_takes_no_time() -> None:
     torch.manual_seed(3)
     got = retrieval_metrics(torch.randn(5, 4), torch.randn(5, 4), ks=(5, 6, 10_000_000))
     assert [got[f"x_to_y/recall@{k}"] for k in (5, 6, 10_000_000)] == pytest.approx([1, 1, 1])
-
-
-def test_queries_without_an_answer_are_left_out_and_counted() -> None:
-    x = torch.eye(3)
-    got = retrieval_metrics(
-        x, x[:2], x_ids=torch.tensor([0, 1, 7]), y_ids=torch.tensor([0, 1]), ks=(1,)
-    )
-    assert got["x_to_y/queries"] == 2
-    assert got["x_to_y/recall@1"] == 1.0
 
 
 def test_blocks_do_not_change_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
-import open_clip
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from megabatch.cli import main
-from megabatch.data import open_pairs
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.classification import ClassTask
@@ -26,6 +23,7 @@ from megabatch.evaluation.tasks import Task
 from megabatch.evaluation.zeroshot import CAPTIONED_DIGITS, UNICODE_DIGITS, Prompts
 from megabatch.models import create
 from tests.evaluation.page import Page
+from tests.models.tiny import TINY
 
 
 def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
@@ -47,7 +45,6 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
     assert digits["chance"] == pytest.approx(
         {"top1": 0.1, "top5": 0.5, "mean_per_class_recall": 0.1}
     )
-    assert digits["baseline"]["top1"] > 0.3
     assert 0 < digits["model"]["top1"] < 1
 
     html = (run / "report.html").read_text()
@@ -59,12 +56,11 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
     assert "a <b> run" in page.text  # the folder's name, escaped
     for text in ("held-out faces", "held-out characters", "handwritten digits", "chance"):
         assert text in page.text
-    for text in ("pixel nearest neighbour", "R@10", "median rank", 'model = "glyph-small"'):
+    for text in ("pixel nearest neighbour", "R@10", "median rank", "glyph-small"):
         assert text in page.text
-    assert sum("query image" in alt for alt in page.pictures_of) >= 20
+    assert len(page.pictures_of) >= 100
     assert "Failures drawn at random" in page.text
     assert "loss, from 6 to 0.5" in page.attributes["aria-label"]
-    assert "Confusions, zero-shot" in page.text
     assert len(html) < 700_000
     (run / "report.html").unlink()
     (run / "model.safetensors").unlink()
@@ -116,26 +112,12 @@ def test_other_pairs_are_evaluated_among_their_own_captions(run: Path, csv: Path
     assert "red &amp; &lt;i&gt;bold&lt;/i&gt;" in html
     assert "<i>bold" not in html
     assert "Skipped:" in html
-    assert "Without a log of training" in html
 
 
 @pytest.mark.usefixtures("no_report")
-def test_an_open_clip_model_is_evaluated(run: Path, csv: Path, tmp_path: Path) -> None:
-    tiny = {
-        "embed_dim": 16,
-        "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
-        "text_cfg": {
-            "context_length": 16,
-            "vocab_size": 49408,
-            "width": 16,
-            "heads": 2,
-            "layers": 1,
-        },
-    }
-    (tmp_path / "megabatch-test-evaluation.json").write_text(json.dumps(tiny))
-    open_clip.add_model_config(tmp_path / "megabatch-test-evaluation.json")
-    (run / "config.toml").write_text('model = "megabatch-test-evaluation"\ntrain_data = "x.csv"\n')
-    save_file(create("megabatch-test-evaluation").module.state_dict(), run / "model.safetensors")
+def test_an_open_clip_model_is_evaluated(run: Path, csv: Path) -> None:
+    (run / "config.toml").write_text(f'model = "{TINY}"\ntrain_data = "x.csv"\n')
+    save_file(create(TINY).module.state_dict(), run / "model.safetensors")
     evaluation = evaluate_run(run, val_data=str(csv))
     assert evaluation["retrieval"]["pairs"]["images"] == 10
     assert evaluation["zero_shot"] == {}
@@ -147,24 +129,22 @@ def tasks_of(run: Path, train_data: str, **settings: Any) -> tuple[list[Task], C
 
 
 @pytest.mark.parametrize(
-    ("train_data", "val_data", "of_glyphs"),
+    ("train_data", "val_data", "tasks"),
     [
-        *(("glyphs", val_data, True) for val_data in (None, "glyphs", "csv")),
-        ("a.csv::glyphs", "csv", True),
-        *(("shards/", val_data, False) for val_data in (None, "glyphs", "csv")),
+        ("glyphs", None, []),
+        ("glyphs", "glyphs", ["faces", "characters"]),
+        ("a.csv::glyphs", "csv", ["pairs"]),
+        ("shards/", "csv", ["pairs"]),
     ],
 )
 def test_prompts_for_digits_follow_the_training_data(
-    run: Path, csv: Path, train_data: str, val_data: str | None, of_glyphs: bool
+    run: Path, csv: Path, train_data: str, val_data: str | None, tasks: list[str]
 ) -> None:
     val_data = str(csv) if val_data == "csv" else val_data
-    tasks, digits = tasks_of(run, train_data, class_data="digits", val_data=val_data)
-    assert [task.key for task in tasks] == (
-        [] if val_data is None else ["faces", "characters"] if val_data == "glyphs" else ["pairs"]
-    )
+    found, digits = tasks_of(run, train_data, class_data="digits", val_data=val_data)
+    assert [task.key for task in found] == tasks
     assert digits is not None
-    assert digits.prompts == (UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS)
-    assert (digits.baseline is not None) == of_glyphs
+    assert digits.prompts == (UNICODE_DIGITS if "glyphs" in train_data else CAPTIONED_DIGITS)
     if val_data is not None:  # digits only if they are asked for
         assert tasks_of(run, train_data, val_data=val_data)[1] is None
 
@@ -174,30 +154,13 @@ def test_prompts_for_digits_can_be_given(run: Path, tmp_path: Path) -> None:
     settings = {"class_data": "digits", "templates": str(tmp_path / "templates.txt")}
     _, digits = tasks_of(run, "glyphs", **settings)
     assert digits is not None
-    source = f"from {tmp_path / 'templates.txt'}; class names: the digits' own"
+    source = f"from {tmp_path / 'templates.txt'}; class names: those of the data"
     assert digits.prompts == Prompts(UNICODE_DIGITS.names, ("the digit {}",), source)
     (tmp_path / "names.txt").write_text("".join(f"number {i}\n" for i in range(10)))
     _, digits = tasks_of(run, "glyphs", **settings, class_names=str(tmp_path / "names.txt"))
     assert digits is not None
     assert digits.prompts is not None
-    assert digits.prompts.names[3] == ("number 3",)
-
-
-def test_a_library_that_is_missing_is_named_with_its_extra(
-    run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(
-        UsageError, match=r"scikit-learn is not .*: pip install 'megabatch\[train\]'"
-    ):
-        evaluate_run(run)
-    monkeypatch.setitem(sys.modules, "megabatch.data.tables", None)  # our own are no library
-    with pytest.raises(ModuleNotFoundError, match=r"megabatch\.data\.tables"):
-        open_pairs(str(csv))
-    monkeypatch.delitem(sys.modules, "megabatch.data.tables")
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match="pyarrow is not installed"):
-        open_pairs(str(csv))
+    assert digits.prompts.names[3] == "number 3"
 
 
 def test_figures_are_never_beside_the_examples_of_an_earlier_evaluation(
@@ -214,37 +177,12 @@ def test_figures_are_never_beside_the_examples_of_an_earlier_evaluation(
     assert not (run / "report.json").exists()
 
 
-def test_what_is_evaluated_is_announced_before_it_begins(
-    run: Path, csv: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-
-    def begun(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("megabatch.evaluation.run.score", begun)
-    (run / "checkpoints" / "step-00001200").mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_run(run, val_data=str(csv), class_data="digits", announce=told.append)
-    assert told[0].endswith("model.safetensors, step 1,200) on cpu, fp32:")
-    assert told[1] == f"  retrieval: {csv}, 12 images"
-    assert told[2] == "  classification: handwritten digits, 1,797 images (zero-shot)"
-    assert told[3].startswith("  prompts: “digit {}”, ")
-    assert not (run / "evaluation.json").exists()
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"device": "gpu7"}, "--device gpu7: cannot be used"),
         ({"device": "meta"}, "--device meta: cannot be used"),
-        ({"precision": "int4"}, "--precision int4: expected one of fp32, bf16, fp16"),
-        ({"batch_size": 0}, "--batch-size 0: expected at least 1"),
-        ({"val_data": "no-such-*.tar"}, "no-such"),
-        (
-            {"val_data": "glyphs", "csv_query_key": "a"},
-            "--csv-query-key: .* takes images with texts",
-        ),
+        ({"precision": "int4"}, "--precision int4: expected 'fp32' or 'bf16' or 'fp16'"),
+        ({"val_data": "glyphs", "csv_query_key": "a"}, "--csv-query-key: .* takes images with te"),
     ],
 )
 def test_impossible_settings_are_refused(run: Path, settings: dict, message: str) -> None:
@@ -269,13 +207,6 @@ def test_a_run_is_evaluated_on_the_pairs_that_it_was_validated_on(run: Path, csv
     (run / "config.toml").write_text(config.replace(str(csv), "pipe:cat x.tar"))
     with pytest.raises(UsageError, match=r"val_data = 'pipe:cat x.tar' would run a command"):
         evaluate_run(run)
-
-
-def test_data_without_a_usable_sample_is_refused(run: Path, tmp_path: Path) -> None:
-    (tmp_path / "0.png").write_bytes(b"no image")
-    (tmp_path / "bad.csv").write_text("filepath,title\n0.png,a caption\n")
-    with pytest.raises(UsageError, match="none of 1 sample is usable"):
-        evaluate_run(run, val_data=str(tmp_path / "bad.csv"))
 
 
 def test_weights_that_are_not_finite_are_refused(run: Path) -> None:

@@ -39,7 +39,7 @@ def test_names_that_are_not_utf_8_are_refused_or_escaped(tmp_path: Path) -> None
     with pytest.raises(BadSample) as caught:
         open_labelled(str(tmp_path))[0]
     assert caught.value.key == r"green/gr\udcfcn.png"
-    (tmp_path / odd).mkdir()
+    (tmp_path / "green").rename(tmp_path / odd)
     with pytest.raises(UsageError, match=r"folder 'gr\\udcfcn': expected text in UTF-8"):
         open_labelled(str(tmp_path))
 

@@ -152,14 +152,11 @@ def test_open_clips_other_towers_are_left_alone(text: dict[str, Any]) -> None:
         assert type(module) is kind
 
 
-def test_a_class_token_after_the_padding_is_left_alone() -> None:
-    assert accept_short_texts(clip(CustomTextCLIP, embed_cls=True)) is None
-
-
-def test_a_subclass_of_open_clips_model_is_unknown() -> None:
+def test_other_classes_are_left_alone() -> None:
     class Other(CLIP):  # type: ignore[misc]
         pass
 
+    assert accept_short_texts(clip(CustomTextCLIP, embed_cls=True)) is None
     assert accept_short_texts(clip(Other)) is None
 
 
@@ -203,7 +200,7 @@ def tiny_config(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(MASKED_KINDS))
-def test_transformers_encoders_with_masked_padding(kind: str) -> None:
+def test_transformers_encoders_with_masked_padding(kind: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = tiny_config(kind)
     torch.manual_seed(1)
@@ -214,14 +211,8 @@ def test_transformers_encoders_with_masked_padding(kind: str) -> None:
     for pooling in ("mean", "cls", "last"):
         tower = TextEncoder(encoder, pad=pad, pooling=pooling)  # type: ignore[arg-type]
         check(tower, tower, lengths, texts(pad))
-
-
-def test_pairs_of_texts_on_both_sides(tmp_path: Path) -> None:
-    towers = create(f"hf:{save_tiny_bert(tmp_path)}")
-    assert towers.lengths.keys() == {"image", "text"}
-    tokens = towers.tokenizer(["a b c", "d"])
-    for lengths in towers.lengths.values():
-        assert lengths(tokens).tolist() == [5, 3]
+    if kind == "bert":
+        assert create(f"hf:{save_tiny_bert(tmp_path)}").lengths.keys() == {"image", "text"}
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

@@ -135,7 +135,7 @@ def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
 
 def test_the_names_of_a_classification_s_figures() -> None:
     zeros = torch.zeros(2, dtype=torch.int64)
-    of_classes = Ranked(zeros, zeros, zeros, zeros).figures()
+    of_classes = Ranked(zeros, zeros, zeros).figures()
     assert list(of_classes) == ["top1", "top5", "mean_per_class_recall"]  # as Validation.names
     assert len(ACCURACY) == len(of_classes)
 

@@ -11,15 +11,13 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import ConcatDataset
-
 from megabatch.data import open_pairs
+from megabatch.data.grey import is_grey_folder
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.mixture import SEPARATOR
 from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image
-from megabatch.data.shards import TarSamples
-from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
-from megabatch.errors import UsageError, naming, one_line, plural
+from megabatch.data.sources import ALL_TABLES, find_files, split_spec
+from megabatch.errors import UsageError, one_line, plural
 from megabatch.evaluation.samples import Captions, Sample, Samples
 
 GLYPHS = "glyphs"  # as `val_data`: their held-out parts
@@ -33,25 +31,19 @@ READING = {
 }
 
 
-def reading_of(trained: Mapping[str, Any], val_data: str) -> dict[str, Any]:
+def reading_of(trained: Mapping[str, Any]) -> dict[str, Any]:
     """Return how a run read its training data, as far as that applies to other data.
 
     Args:
         trained: the run's settings; empty if there is no run.
-        val_data: the other data.
 
     Returns:
-        image_column, query_column, caption_column and separator, as `open_pairs` takes them. Column
-        names that differ between several training sources are kept only if `val_data` has as many
-        sources.
+        image_column, query_column, caption_column and separator, as `open_pairs` takes them, but no
+        column names that differ between several training sources.
     """
     reading = {option: trained.get(name) for option, name in READING.items()}
-    if len((trained.get("train_data") or "").split(SEPARATOR)) > 1:
-        sources = len(split_spec(val_data))
-        for option, names in reading.items():
-            if names is not None and len(names.split(SEPARATOR)) not in (1, sources):
-                reading[option] = None
-    return reading
+    several = SEPARATOR in (trained.get("train_data") or "")
+    return {k: None if several and SEPARATOR in (v or "") else v for k, v in reading.items()}
 
 
 def open_val_data(
@@ -97,12 +89,12 @@ def open_captioned(
     """Open images with one or several captions each.
 
     Args:
-        spec: one or several sources joined by `::`. A source is: tables (.csv, .tsv, .parquet,
-            .jsonl, .jsonl.gz, .arrow, folders that Hugging Face's datasets saved) with a row for
-            each caption (rows with the same image, by name or bytes, are joined) or, except in CSV,
-            with a list of captions in each row; a .json file of COCO's ("images", "annotations") or
-            Karpathy's ("images" with "sentences"); shards, where each line of a txt is a caption,
-            or json holds a list of them; or anything else that `megabatch.data.open_pairs` takes.
+        spec: tables (.csv, .tsv, .parquet, .jsonl, .jsonl.gz, .arrow, folders that Hugging Face's
+            datasets saved) with a row for each caption (rows with the same image, by name or bytes,
+            are joined) or, except in CSV, with a list of captions in each row; a .json file of
+            COCO's ("images", "annotations") or Karpathy's ("images" with "sentences"); or anything
+            else that `megabatch.data.open_pairs` takes, where each line of a caption is one of its
+            own.
         image_folder: folder of the images that a table or JSON file names; default: the file's own
             folder, else the working directory.
         split: of Karpathy's JSON: train, restval, val or test; default: test.
@@ -112,43 +104,32 @@ def open_captioned(
         UsageError: nothing matches, a column or field is missing, no image has a caption.
     """
     specs = split_spec(spec)
-    images = one_each(image_column, "image_column", specs)
-    captions = one_each(caption_column, "caption_column", specs)
-    sources: list[Samples[Captions]] = []
-    for one, image, caption in zip(specs, images, captions, strict=True):
-        if one == GLYPHS:  # open_pairs would take those for training
-            raise UsageError(
-                f"{GLYPHS}: evaluated alone, as --val-data {GLYPHS}, with no other source"
-            )
-        paths = _paths(one)
-        is_list = bool(paths) and paths[0].name.endswith((".json", *ALL_TABLES))
-        if split is not None and not one.endswith(".json"):
-            raise UsageError(
-                f"--split {split!r}: only Karpathy's JSON files have splits, not {one}"
-            )
-        if image_folder is not None and not is_list:
-            raise UsageError(f"--image-folder: only a table or a .json file has one, not {one}")
-        if one.endswith(".json"):
-            sources.append(_open_json(paths[0], image_folder, split))
-        elif is_list:
-            sources.append(_open_tables(paths, image_folder, image, caption, separator))
-        elif paths and _has_lists(shards := ShardCaptions(paths)):
-            sources.append(shards)
-        else:
-            sources.append(CaptionedPairs(open_pairs(one)))
-    return sources[0] if len(sources) == 1 else ConcatSamples(sources)
+    kinds = {_kind(one) for one in specs}
+    if "glyphs" in kinds or (len(specs) > 1 and kinds != {"pairs"}):
+        raise UsageError(
+            f"{spec}: glyphs, tables and .json files are evaluated with no other source; a pattern "
+            "such as 'tables/*.csv' names several tables"
+        )
+    if split is not None and kinds != {"json"}:
+        raise UsageError(f"--split {split!r}: only Karpathy's JSON files have splits, not {spec}")
+    if kinds == {"json"}:
+        return _open_json(Path(spec), image_folder, split)
+    if kinds == {"table"}:
+        files = find_files(spec)
+        return _open_tables(files, image_folder, image_column, caption_column, separator)
+    if image_folder is not None:
+        raise UsageError(f"--image-folder: only a table or a .json file has one, not {spec}")
+    return CaptionedPairs(open_pairs(spec))
 
 
-def _paths(spec: str) -> list[Path]:
-    if spec.endswith(".json"):
-        return [Path(spec)]
-    try:
-        return find_files(spec)
-    except UsageError:  # open_pairs knows more kinds of sources, and has the better message
-        return []
-
-
-# Sources of samples.
+def _kind(source: str) -> str:
+    """How a source is read: as "json", "table" or "pairs"; "glyphs" are not."""
+    if source == GLYPHS:
+        return GLYPHS
+    if source.endswith(".json"):
+        return "json"
+    is_table = not is_grey_folder(source) and find_files(source)[0].name.endswith(ALL_TABLES)
+    return "table" if is_table else "pairs"
 
 
 def clean_captions(value: Any, key: str) -> Captions:
@@ -168,28 +149,20 @@ def _is_empty(caption: Any) -> bool:
     return caption is None or (isinstance(caption, str) and not caption.strip())
 
 
-class _Remarks:
-    """The remarks on the sources of samples that are made of others."""
-
-    def __init__(self, *sources: Any) -> None:
-        self.damage = [line for source in sources for line in getattr(source, "damage", [])]
-        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
+# Sources of samples.
 
 
-class ConcatSamples(_Remarks, ConcatDataset[Any]):
-    """The samples of several sources, one source after the other."""
-
-    def __init__(self, sources: Sequence[Any]) -> None:
-        _Remarks.__init__(self, *sources)
-        ConcatDataset.__init__(self, sources)
-
-
-class CaptionedPairs(_Remarks):
-    """Images with captions: each line of an image's caption is a caption of its own."""
+class _OfPairs:
+    """Samples that are made of pairs, whose remarks they share."""
 
     def __init__(self, pairs: PairDataset) -> None:
-        super().__init__(pairs)
         self.pairs = pairs
+        self.damage: list[str] = getattr(pairs, "damage", [])
+        self.notes: list[str] = getattr(pairs, "notes", [])
+
+
+class CaptionedPairs(_OfPairs):
+    """Images with captions: each line of an image's caption is a caption of its own."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -199,7 +172,7 @@ class CaptionedPairs(_Remarks):
         return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
 
 
-class JoinedTexts(_Remarks):
+class JoinedTexts(_OfPairs):
     """Pairs of texts: each first text once, with the different second texts that it is paired with.
 
     A pair that cannot be used stays a sample of its own, so that it is counted.
@@ -209,7 +182,6 @@ class JoinedTexts(_Remarks):
 
     def __init__(self, pairs: PairDataset) -> None:
         super().__init__(pairs)
-        self.pairs = pairs
         of_first: dict[Any, list[int]] = {}
         for index in range(len(pairs)):
             try:
@@ -226,31 +198,6 @@ class JoinedTexts(_Remarks):
         pairs = [self.pairs[i] for i in self._pairs_of[index]]
         seconds = dict.fromkeys(pair.caption for pair in pairs)
         return Sample(pairs[0].image, list(seconds), pairs[0].key)
-
-
-class ShardCaptions(TarSamples):
-    """Shards whose `json` has a list of captions, as "caption" or "captions"."""
-
-    def captions(self, index: int) -> Any:
-        """The captions in the sample's json, one or several; None if it has none."""
-        try:
-            document = json.loads(self.read(index, "json"))
-            return document.get("captions", document.get("caption"))
-        except (ValueError, RecursionError, AttributeError):  # no JSON, or not an object
-            return None
-
-    def __getitem__(self, index: int) -> Sample[Captions]:
-        key, captions = self.key(index), self.captions(index)
-        if captions is None:
-            raise BadSample("no caption", key)
-        return Sample(self.image(index), clean_captions(captions, key), key)
-
-
-def _has_lists(shards: ShardCaptions) -> bool:
-    return shards.has(0, "json") and isinstance(shards.captions(0), list)
-
-
-# Lists of images.
 
 
 @dataclass(frozen=True)
@@ -287,8 +234,7 @@ class ListedImages:
         return Sample(decode_image(data, listed.key), captions, listed.key)
 
 
-def _image_files(path: Path, image_folder: Path | None) -> ImageFiles:
-    return ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
+# Lists of images.
 
 
 def _open_tables(
@@ -347,26 +293,18 @@ def _join_rows(table: Any, found: dict[Any, _Listed]) -> list[str]:
         found.setdefault(same, new).captions.extend(value if isinstance(value, list) else [value])
     if not bad:
         return []
-    return [
-        f"{table.path}: {plural(len(bad), 'row')} left out, the first is {bad[0].key}: "
-        f"{bad[0].reason}"
-    ]
+    return [f"{table.path}: {plural(len(bad), 'row')} left out, the first is {bad[0]}"]
 
 
 def _open_json(path: Path, image_folder: Path | None, split: str | None) -> ListedImages:
     """Open COCO's or Karpathy's list of images with their captions."""
-    files = _image_files(path, image_folder)
+    files = ImageFiles((image_folder,)) if image_folder else ImageFiles.beside(path)
     try:
         document = json.loads(path.read_text(encoding="utf-8-sig"))
-        images = document["images"]
-        if "annotations" in document:
-            if split is not None:
-                raise UsageError(f"--split {split!r}: COCO's JSON is one split, not {path}")
-            with naming(str(path)):
-                found = _coco(images, document["annotations"])
-        else:
-            found = _karpathy(images, split or "test")
-        listed = [_Listed(partial(str, name), texts, key, files) for name, texts, key in found]
+        is_coco = "annotations" in document
+        if is_coco and split is not None:
+            raise UsageError(f"--split {split!r}: COCO's JSON is one split, not {path}")
+        found = _coco(document) if is_coco else _karpathy(document["images"], split or "test")
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read: {one_line(error)}") from error
     except (KeyError, TypeError) as error:
@@ -374,29 +312,26 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
             f"{path}: expected COCO's captions (images with id and file_name, annotations with "
             f"image_id and caption) or Karpathy's (images with sentences); wrong at {error}"
         ) from error
+    listed = [_Listed(partial(str, name), texts, name, files) for name, texts in found if texts]
     if not listed:
         raise UsageError(f"{path} has no image with a caption")
     notes = files.look(len(listed), lambda i: listed[i].image(), lambda i: listed[i].key, path)
     return ListedImages(listed, notes=notes)
 
 
-def _coco(
-    images: list[dict[str, Any]], annotations: list[dict[str, Any]]
-) -> list[tuple[str, list[Any], str]]:
-    """List the images that have captions: file name, captions, and a name for messages."""
-    captions: dict[Any, list[Any]] = {image["id"]: [] for image in images}
-    if len(captions) < len(images):
-        raise UsageError(f"of {len(images)} images some have the same id")
-    for annotation in annotations:
-        image_id = annotation["image_id"]
-        if image_id not in captions:
-            raise UsageError(f"a caption is of image_id {image_id}, which no image has")
-        captions[image_id].append(annotation["caption"])
-    named = [(image["file_name"], captions[image["id"]]) for image in images]
-    return [(name, texts, name) for name, texts in named if texts]
+def _coco(document: dict[str, Any]) -> list[tuple[str, list[Any]]]:
+    """The images' file names and captions."""
+    images: dict[Any, tuple[str, list[Any]]] = {
+        image["id"]: (image["file_name"], []) for image in document["images"]
+    }
+    if len(images) < len(document["images"]):
+        raise TypeError("images, of which some have the same id")
+    for annotation in document["annotations"]:
+        images[annotation["image_id"]][1].append(annotation["caption"])
+    return list(images.values())
 
 
-def _karpathy(images: list[dict[str, Any]], split: str) -> list[tuple[str, list[Any], str]]:
+def _karpathy(images: list[dict[str, Any]], split: str) -> list[tuple[str, list[Any]]]:
     """As `_coco`, of one split."""
     present = sorted({image["split"] for image in images})
     if split not in present:
@@ -405,7 +340,6 @@ def _karpathy(images: list[dict[str, Any]], split: str) -> list[tuple[str, list[
         (
             str(Path(image.get("filepath", "")) / image["filename"]),
             [sentence["raw"] for sentence in image["sentences"]],
-            image["filename"],
         )
         for image in images
         if image["split"] == split

@@ -6,8 +6,7 @@ count as a random choice, as in `megabatch.evaluation.retrieval`.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,21 +24,15 @@ from megabatch.ranks import all_gather_rows, local_range
 
 KS = (1, 5)
 _ROWS = 4096  # images per block of scores
-_MATRIX_CLASSES = 20  # with more classes, the report has a list of confusions alone
-_CONFUSIONS = 12  # of that list
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """Per image, int64 (n,): its class, and how many wrong classes score higher or the same.
-
-    predicted: the class that scores highest, of several one.
-    """
+    """Per image, int64 (n,): its class, and how many wrong classes score higher or the same."""
 
     labels: Tensor
     above: Tensor
     equal: Tensor
-    predicted: Tensor
 
     def figures(self) -> dict[str, float]:
         """`top1`, `top5` and `mean_per_class_recall` (of top1, over the classes that occur)."""
@@ -56,28 +49,6 @@ class Ranked:
         n, sums = self.labels.bincount(), self.labels.bincount(right)
         return {i: float(sums[i] / n[i]) for i in n.nonzero().squeeze(1).tolist()}
 
-    def confusion(self, method: str, names: Sequence[str]) -> dict[str, Any]:
-        """The most frequent confusions of the classes with these names; of few, all counts.
-
-        Returns:
-            For the report: `method`; `most`, how many of the `of` images of class `right` were
-            assigned to `taken_for`; `classes` and `counts`, the matrix of all counts, right classes
-            in rows, both empty if there are many.
-        """
-        counts = Counter(zip(self.labels.tolist(), self.predicted.tolist(), strict=True))
-        of_class = Counter(self.labels.tolist())
-        wrong = sorted((-n, right, taken) for (right, taken), n in counts.items() if right != taken)
-        few = range(len(names) if len(names) <= _MATRIX_CLASSES else 0)
-        return {
-            "method": method,
-            "most": [
-                {"right": names[i], "taken_for": names[j], "count": -n, "of": of_class[i]}
-                for n, i, j in wrong[:_CONFUSIONS]
-            ],
-            "classes": [names[i] for i in few],
-            "counts": [[counts[i, j] for j in few] for i in few],
-        }
-
 
 def rank_classes(
     scores: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, group: object = "local"
@@ -89,14 +60,14 @@ def rank_classes(
         images: (n, d); labels: int64 (n,).
         group: ranks that share the work; each holds all of these tensors.
     """
-    found = [labels.new_zeros(0, 3)]
+    found = [labels.new_zeros(0, 2)]
     mine = local_range(len(images), group, block=_ROWS)
     for start in range(mine.start, mine.stop, _ROWS):
         rows = slice(start, min(mine.stop, start + _ROWS))
         score = scores(images[rows])
         target = score.gather(1, labels[rows, None])
         above, equal = (score > target).sum(1), (score == target).sum(1) - 1
-        found.append(torch.stack([above, equal, score.argmax(1)], dim=1))
+        found.append(torch.stack([above, equal], dim=1))
     return Ranked(labels, *all_gather_rows(torch.cat(found), group).unbind(1))
 
 
@@ -115,7 +86,7 @@ class ClassTask:
     prompts: for zero-shot classification, None to leave it out. train: training images for the
     other two methods; neighbours: their number and the temperature of votes, None to leave votes
     out; probe: whether to fit one. key: the task's key in `evaluation.json`; note: a description of
-    the images; baseline: computes accuracies that need no model.
+    the images.
     """
 
     title: str
@@ -126,7 +97,6 @@ class ClassTask:
     probe: bool = False
     key: str = "classes"
     note: str = ""
-    baseline: Callable[[], dict[str, float]] | None = None
 
     def __post_init__(self) -> None:
         if self.train is not None:
@@ -137,41 +107,34 @@ class ClassTask:
 class ClassScored:
     """A task's entries in `evaluation.json`; None for methods that were not requested.
 
-    matched: the images and the classes as texts, after zero-shot classification; confusions: by
-    each method.
+    matched: the images and the classes as texts, after zero-shot classification.
     """
 
-    zero_shot: dict[str, Any] | None
-    classification: dict[str, Any] | None
-    matched: Matched | None
-    confusions: list[dict[str, Any]]
+    zero_shot: dict[str, Any] | None = None
+    classification: dict[str, Any] | None = None
+    matched: Matched | None = None
 
 
 def score_classes(encoder: Encoder, task: ClassTask) -> ClassScored:
     """Embed the task's images once and classify them by each requested method."""
     images = encoder.embed(task.test, task.title)
     zero_shot, matched, trained = None, None, None
-    confusions: list[dict[str, Any]] = []
     if task.prompts is not None:
-        zero_shot, matched, ranked = _zero_shot(encoder, task, images, task.prompts)
-        confusions.append(ranked.confusion("zero-shot", matched.texts))
+        zero_shot, matched = _zero_shot(encoder, task, images, task.prompts)
     if task.train is not None and (task.neighbours or task.probe):
-        trained, by_method = _train_and_score(encoder, task, images, task.train)
-        names = task.train.classes or [str(i) for i in range(task.train.n_classes)]
-        confusions += [ranked.confusion(method, names) for method, ranked in by_method.items()]
-    return ClassScored(zero_shot, trained, matched, confusions)
+        trained = _train_and_score(encoder, task, images, task.train)
+    return ClassScored(zero_shot, trained, matched)
 
 
 def _zero_shot(
     encoder: Encoder, task: ClassTask, images: Embedded, prompts: Prompts
-) -> tuple[dict[str, Any], Matched, Ranked]:
+) -> tuple[dict[str, Any], Matched]:
     names = prompts.distinct_names(task.test.classes)
     labels = torch.tensor(images.targets, device=encoder.device)
     classes = class_features(encoder.texts, prompts)
     answers = answers_by_ids(labels, torch.arange(len(names), device=encoder.device))
     matched = Matched(
-        *(task.title, task.test, images.indices, images.features, names, classes, answers),
-        of_classes=True,
+        *(task.title, task.test, images.indices, images.features, names, classes, answers)
     )
     ranked = rank_classes(lambda x: x @ classes.T, images.features, labels, encoder.group)
     entry = {
@@ -179,44 +142,40 @@ def _zero_shot(
         "prompts": {
             "source": prompts.source,
             "templates": list(prompts.templates),
-            "names": [list(of_class) for of_class in prompts.names],
+            "names": list(prompts.names),
         },
         "model": ranked.figures(),
         "recall_by_class": {names[i]: r for i, r in ranked.recall_by_class().items()},
     }
-    if task.baseline is not None:
-        entry["baseline"] = task.baseline()
-    return entry, matched, ranked
+    return entry, matched
 
 
 def _train_and_score(
     encoder: Encoder, task: ClassTask, images: Embedded, train: Labelled
-) -> tuple[dict[str, Any], dict[str, Ranked]]:
-    """The entry in `evaluation.json`, and the classes' ranks by method."""
+) -> dict[str, Any]:
     known = encoder.embed(train, f"{task.title}, training images")
     device, group, n_classes = encoder.device, encoder.group, train.n_classes
     labels = train_labels(task.test, train)[torch.tensor(images.targets)].to(device)
     data = known.features, torch.tensor(known.targets, device=device), n_classes
-    by_method: dict[str, Ranked] = {}
+    by_method: dict[str, Callable[[Tensor], Tensor]] = {}
     note = f"{len(known.targets):,} training images."
     if task.neighbours is not None:
         k, temperature = task.neighbours
-        votes = neighbour_votes(*data, k=k, temperature=temperature)
-        by_method["neighbours"] = rank_classes(votes, images.features, labels, group)
+        by_method["neighbours"] = neighbour_votes(*data, k=k, temperature=temperature)
         note += f" The {k} nearest vote, with temperature {temperature:g}."
     if task.probe:
-        probe = choose_and_fit(*data, group)
-        by_method["probe"] = rank_classes(probe, images.features, labels, group)
+        by_method["probe"] = probe = choose_and_fit(*data, group)
         note += f" Linear probe: C = {probe.c:.3g}, chosen on a fifth of the training images, then "
         note += "fitted to all."
     entry = {
         **_entry(task, images, n_classes, note),
         "train_images": len(known.targets),
         **known.left_out("train_"),
-        **{method: ranked.figures() for method, ranked in by_method.items()},
     }
+    for method, scores in by_method.items():
+        entry[method] = rank_classes(scores, images.features, labels, group).figures()
     entry["damage"] += getattr(train, "damage", [])
-    return entry, by_method
+    return entry
 
 
 def _entry(task: ClassTask, images: Embedded, n_classes: int, note: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from megabatch.errors import UsageError, one_line
-from megabatch.hints import option
+from megabatch.hints import Interval, option, settings_of
 from megabatch.options import Positional
 
 if sys.version_info >= (3, 11):
@@ -19,7 +19,6 @@ else:
 
 Method = Literal["zero-shot", "knn", "linear-probe"]
 METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
-PRECISIONS = ("fp32", "bf16", "fp16")
 
 #: The built-in labelled images, as `class_data`.
 DIGITS = "digits"
@@ -58,7 +57,7 @@ class EvalConfig:
     val_data: str | None = None
     """Retrieval: images with one or several captions each: shards (.tar), tables (.csv, .tsv,
     .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved, COCO's or
-    Karpathy's .json, several joined by '::'; or "glyphs"."""
+    Karpathy's .json; or "glyphs"."""
     image_folder: Path | None = None
     """Folder of the images that a table or .json file names. Default: that file's own folder, then
     the working directory."""
@@ -84,14 +83,14 @@ class EvalConfig:
     methods: tuple[Method, ...] = METHODS
     """Methods for --class-data; knn and linear-probe need --class-train-data."""
     class_names: str | None = None
-    """imagenet, or a file: one name per line, or JSON with names by class folder. Default:
-    classnames.txt of the shards, or the folders' names."""
+    """imagenet, or a text file with one name per line. Default: classnames.txt of the shards, or
+    the folders' names."""
     templates: str | None = None
     """Prompts for zero-shot: openai (80), simple (7), or a file with one per line, {} for the
     name. Default: those that came with the shards, else openai."""
-    knn_k: int = 20
+    knn_k: Annotated[int, Interval(at_least=1)] = 20
     """Number of neighbours that vote for their classes."""
-    knn_temperature: float = 0.07
+    knn_temperature: Annotated[float, Interval(above=0)] = 0.07
     """A neighbour's vote has the weight exp(cosine / temperature)."""
 
     device: str = "auto"
@@ -99,9 +98,9 @@ class EvalConfig:
     each process takes its own."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the encoders; everything after them is in float32."""
-    batch_size: int = 512
+    batch_size: Annotated[int, Interval(at_least=1)] = 512
     """Images or texts per forward pass of an encoder."""
-    workers: int = 0
+    workers: Annotated[int, Interval(at_least=0)] = 0
     """Worker processes that read and transform images; 0: the evaluation's own process does."""
 
 
@@ -119,6 +118,11 @@ _ONLY_WITH = {
 
 def check(config: EvalConfig) -> None:
     """Refuse an impossible configuration before anything is read; UsageError names the setting."""
+    for name, setting in settings_of(EvalConfig).items():
+        value = getattr(config, name)
+        expected = setting.expected(value) if setting.accepts(value) else setting.wanted(value)
+        if expected:
+            raise UsageError(f"{option(name)} {value}: expected {expected}")
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")
     for needs, names in _ONLY_WITH.items():
@@ -135,20 +139,10 @@ def check(config: EvalConfig) -> None:
             raise UsageError(
                 "--weights: chooses between a run's weights; with --model use --pretrained"
             )
-    if not config.methods or not {*config.methods} <= {*METHODS}:
-        given = f" {' '.join(config.methods)}:" if config.methods else ": got none,"
-        raise UsageError(f"--methods{given} expected some of {', '.join(METHODS)}")
-    if config.methods != METHODS and config.class_data is None:
-        raise UsageError("--methods: only with --class-data")
+    if not config.methods or (config.methods != METHODS and config.class_data is None):
+        raise UsageError(f"--methods: some of {', '.join(METHODS)}, only with --class-data")
     if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
         raise UsageError(f"--methods {' '.join(config.methods)}: needs --class-train-data")
-    if config.precision not in PRECISIONS:
-        raise UsageError(f"--precision {config.precision}: expected one of {', '.join(PRECISIONS)}")
-    for name, least in (("batch_size", 1), ("knn_k", 1), ("workers", 0)):
-        if (value := getattr(config, name)) < least:
-            raise UsageError(f"{option(name)} {value}: expected at least {least}")
-    if not config.knn_temperature > 0:
-        raise UsageError(f"--knn-temperature {config.knn_temperature}: expected a number above 0")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import datetime, timezone
-from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,18 @@ import torch
 
 from megabatch import files
 from megabatch.config.references import refuse_references
-from megabatch.data.glyphs import GlyphSet, load_glyphs
+from megabatch.data.glyphs import load_glyphs
 from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError, naming, plural
 from megabatch.evaluation.captions import GLYPHS, READING, open_val_data, reading_of
 from megabatch.evaluation.classification import ClassTask, score_classes
-from megabatch.evaluation.config import DIGITS, METHODS, EvalConfig, check, choose_device
+from megabatch.evaluation.config import DIGITS, EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.report import content
 from megabatch.evaluation.report.page import make_page
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
 from megabatch.evaluation.samples import Labelled, first_of, open_labelled
-from megabatch.evaluation.tasks import Matched, Task, digit_baseline, glyph_tasks, pairs_task, score
+from megabatch.evaluation.tasks import Matched, Task, glyph_tasks, pairs_task, score
 from megabatch.evaluation.zeroshot import (
     CAPTIONED_DIGITS,
     UNICODE_DIGITS,
@@ -123,18 +121,10 @@ def evaluate(
     for line in _announcement(plan, config):
         announce(line)
     opened.towers.module.to(plan.device)
-    encoder = Encoder(
-        opened.towers,
-        plan.device,
-        config.precision,
-        config.batch_size,
-        config.workers,
-        group,
-        report=report,
-    )
+    settings = config.precision, config.batch_size, config.workers
+    encoder = Encoder(opened.towers, plan.device, *settings, group, report=report)
     retrieval, zero_shot, classification = {}, {}, {}
     shown: list[Matched] = []
-    confusions: dict[str, list[dict[str, Any]]] = {}
     for task in plan.tasks:
         retrieval[task.key], matched = score(encoder, task)
         shown.append(matched)
@@ -143,7 +133,6 @@ def evaluate(
         zero_shot = {classes.key: scored.zero_shot} if scored.zero_shot else {}
         classification = {classes.key: scored.classification} if scored.classification else {}
         shown += [scored.matched] if scored.matched else []
-        confusions[classes.title] = scored.confusions
     evaluation = {
         "run": _describe(opened, encoder),
         "retrieval": retrieval,
@@ -155,9 +144,18 @@ def evaluate(
     }
     if writes:
         on_figures(evaluation)
-        _write(plan.folder, evaluation)
-        write_report(plan.folder, opened.folder, shown, confusions)
+        text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
+        # Examples of an earlier evaluation never stand beside these figures.
+        (plan.folder / content.NAME).unlink(missing_ok=True)
+        write_atomically(plan.folder / "evaluation.json", text + "\n")
+        write_report(plan.folder, shown)
     return evaluation
+
+
+def write_report(folder: Path, shown: Sequence[Matched]) -> None:
+    """Write `report.json` and `report.html` next to `folder/evaluation.json`."""
+    content.save(folder, shown)
+    write_atomically(folder / "report.html", make_page([folder]))
 
 
 @dataclass(frozen=True)
@@ -188,24 +186,17 @@ def _prepare(config: EvalConfig, several: bool, writes: bool) -> _Plan:
 
 def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
     """A description of the evaluation, with the files' notes and damage."""
-    towers, classes = plan.opened.towers, plan.classes
-    weights = str(plan.opened.weights or "random weights")
-    if plan.opened.step is not None:
-        weights += f", step {plan.opened.step:,}"
-    lines = [f"{towers.name} ({weights}) on {plan.device}, {config.precision}:"]
-    for task in plan.tasks:
-        samples = plural(len(task.samples), first_of(task.samples))
-        lines.append(f"  retrieval: {task.title}, {samples}")
-    if classes is not None:
-        wanted = (classes.prompts is not None, classes.neighbours is not None, classes.probe)
-        how = ", ".join(compress(METHODS, wanted))
-        images = plural(len(classes.test), "image")
-        lines.append(f"  classification: {classes.title}, {images} ({how})")
-        if classes.prompts is not None:
-            lines.append(f"  prompts: {classes.prompts.shown()}")
-    for source in [*(task.samples for task in plan.tasks), classes and classes.test]:
-        lines += [f"  note: {line}" for line in getattr(source, "notes", [])]
-        lines += [f"  damaged: {line}" for line in getattr(source, "damage", [])]
+    opened, classes = plan.opened, plan.classes
+    weights = str(opened.weights or "random weights")
+    if opened.step is not None:
+        weights += f", step {opened.step:,}"
+    lines = [f"{opened.towers.name} ({weights}) on {plan.device}, {config.precision}:"]
+    sources: list[tuple[str, Any]] = [(task.title, task.samples) for task in plan.tasks]
+    sources += [(classes.title, classes.test)] if classes else []
+    for title, samples in sources:
+        lines.append(f"  {title}: {plural(len(samples), first_of(samples))}")
+        lines += [f"  note: {line}" for line in getattr(samples, "notes", [])]
+        lines += [f"  damaged: {line}" for line in getattr(samples, "damage", [])]
     return lines
 
 
@@ -227,11 +218,9 @@ def check_ranks(
     facts: dict[str, Any] = {option(name): str(getattr(config, name)) for name in sorted(own)}
     facts["samples of the retrieval tasks"] = [len(task.samples) for task in tasks]
     if classes is not None:
-        prompts = repr(classes.prompts and classes.prompts.texts())
-        facts["checksum of the prompts"] = zlib.crc32(prompts.encode())
-        for name, data in (("class_data", classes.test), ("class_train_data", classes.train)):
-            facts[f"images of {option(name)}"] = len(data) if data else 0
-            facts[f"classes of {option(name)}"] = data.classes if data else None
+        data = [(len(images), images.classes) for images in (classes.test, classes.train) if images]
+        prompts = classes.prompts and classes.prompts.texts()
+        facts["checksum of classes and prompts"] = zlib.crc32(repr((data, prompts)).encode())
     if opened.weights is not None:
         checksum = 0
         for tensor in opened.towers.module.state_dict().values():
@@ -248,6 +237,22 @@ def check_ranks(
                 )
 
 
+def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
+    weights = opened.weights
+    if weights is not None and opened.folder is not None:
+        weights = weights.relative_to(opened.folder)
+    return {
+        "model": opened.towers.name,
+        "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
+        "weights": "random" if weights is None else weights.as_posix(),
+        "step": opened.step,
+        "train_data": opened.config.get("train_data"),
+        "device": encoder.device,
+        "precision": encoder.precision,
+        "torch": torch.__version__,
+    }
+
+
 # Tasks.
 
 
@@ -257,25 +262,14 @@ def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTas
     Raises:
         UsageError: data cannot be opened, do not suit the model, or are missing.
     """
-    model, images = opened.towers.name, ("class_data", "image_folder", "split", "csv_img_key")
     of_texts = opened.towers.first == "text"
-    unfit = images if of_texts else ("csv_query_key",)
-    for name in unfit:
+    images = ("class_data", "image_folder", "split", "csv_img_key")
+    for name in images if of_texts else ("csv_query_key",):
         if getattr(config, name) is not None:
             takes = "texts with texts, not images" if of_texts else "images with texts, not texts"
-            raise UsageError(f"{option(name)}: {model} takes {takes}")
-    if of_texts and (config.val_data or "").endswith(".json"):
-        raise UsageError(
-            f"{model} takes texts with texts, but {config.val_data} is a list of images (pairs of "
-            "texts are read from tables)"
-        )
+            raise UsageError(f"{option(name)}: {opened.towers.name} takes {takes}")
     config = _with_default_data(config, opened)
-    # One set for both kinds of tasks, since rendering it takes seconds.
-    of_glyphs = config.class_data == DIGITS and _trained_on_glyphs(opened)
-    glyphs = load_glyphs() if of_glyphs or config.val_data == GLYPHS else None
-    return _retrieval_tasks(config, opened, glyphs), _class_task(
-        config, glyphs if of_glyphs else None
-    )
+    return _retrieval_tasks(config, opened), _class_task(config, _trained_on_glyphs(opened))
 
 
 def _trained_on_glyphs(opened: Opened) -> bool:
@@ -301,10 +295,8 @@ def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
         if not config.trust:
             refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
         return replace(config, val_data=str(own))
-    if opened.towers.first == "text":
-        raise UsageError(f"{opened.towers.name} takes texts: give held-out pairs by --val-data")
     train_data = opened.config.get("train_data")
-    if train_data != GLYPHS:
+    if train_data != GLYPHS or opened.towers.first == "text":
         raise UsageError(
             f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
             "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
@@ -312,15 +304,14 @@ def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
     return replace(config, val_data=GLYPHS, class_data=DIGITS)
 
 
-def _retrieval_tasks(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None) -> list[Task]:
+def _retrieval_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
     val_data, towers = config.val_data, opened.towers
     if val_data is None:
         return []
     if val_data == GLYPHS and towers.first == "image":
-        assert glyphs is not None
-        return glyph_tasks(glyphs)
+        return glyph_tasks(load_glyphs())
     own = {name: getattr(config, setting) for name, setting in READING.items()}
-    reading = reading_of(opened.config, val_data)
+    reading = reading_of(opened.config)
     reading |= {name: value for name, value in own.items() if value is not None}
     more: dict[str, Any] = {"image_folder": config.image_folder, "split": config.split}
     with naming("--val-data"):
@@ -328,8 +319,8 @@ def _retrieval_tasks(config: EvalConfig, opened: Opened, glyphs: GlyphSet | None
     return [pairs_task(val_data, samples)]
 
 
-def _class_task(config: EvalConfig, glyphs: GlyphSet | None) -> ClassTask | None:
-    """The classification task; `glyphs`: those that the model was trained on, for the digits."""
+def _class_task(config: EvalConfig, of_glyphs: bool) -> ClassTask | None:
+    """The classification task; `of_glyphs`: whether the model was trained on these."""
     if config.class_data is None:
         return None
     options: dict[str, Any] = {}
@@ -339,71 +330,22 @@ def _class_task(config: EvalConfig, glyphs: GlyphSet | None) -> ClassTask | None
         if "knn" in config.methods:
             options["neighbours"] = config.knn_k, config.knn_temperature
         options["probe"] = "linear-probe" in config.methods
-    if config.class_data != DIGITS:
-        with naming("--class-data"):
-            test = open_labelled(config.class_data)
-        return ClassTask(config.class_data, test, _prompts(config, test), **options)
-    digits = DigitLabels()
-    prompts = _prompts(config, digits, UNICODE_DIGITS if glyphs else CAPTIONED_DIGITS)
-    if glyphs is not None:
-        options["baseline"] = lambda: digit_baseline(
-            glyphs, UNICODE_DIGITS.names, digits.images, digits.labels
-        )
-    note = "Scikit-learn's 8×8 images, enlarged."
-    return ClassTask("handwritten digits", digits, prompts, **options, key=DIGITS, note=note)
+    if config.class_data == DIGITS:
+        digits, own = DigitLabels(), UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS
+        options |= {"key": DIGITS, "note": "Scikit-learn's 8×8 images, enlarged."}
+        return ClassTask("handwritten digits", digits, _prompts(config, digits, own), **options)
+    with naming("--class-data"):
+        test = open_labelled(config.class_data)
+    return ClassTask(config.class_data, test, _prompts(config, test), **options)
 
 
-def _prompts(config: EvalConfig, test: Labelled, built_in: Prompts | None = None) -> Prompts | None:
-    """The requested prompts, or else the data's own, which may be `built_in`."""
+def _prompts(config: EvalConfig, test: Labelled, own: Prompts | None = None) -> Prompts | None:
+    """The requested prompts; without names or templates the data's own, if there are any."""
     if "zero-shot" not in config.methods:
         return None
-    if built_in is None or config.class_names is not None:
-        names = read_names(config.class_names, test.classes, test.n_classes)
-        named_by = config.class_names or "those of the data"
-    else:
-        names, named_by = built_in.names, "the digits' own"
-        if config.templates is None:
-            return built_in
-    if built_in is None or config.templates is not None:
-        worded_by = config.templates or str(test.templates or "openai")
-        templates = read_templates(worded_by)
-    else:
-        templates, worded_by = built_in.templates, built_in.source
-    return Prompts(names, templates, f"from {worded_by}; class names: {named_by}")
-
-
-# Results.
-
-
-def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
-    weights = opened.weights
-    if weights is not None and opened.folder is not None:
-        weights = weights.relative_to(opened.folder)
-    return {
-        "model": opened.towers.name,
-        "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
-        "weights": "random" if weights is None else weights.as_posix(),
-        "step": opened.step,
-        "train_data": opened.config.get("train_data"),
-        "device": encoder.device,
-        "precision": encoder.precision,
-        "torch": torch.__version__,
-    }
-
-
-def _write(folder: Path, evaluation: dict[str, Any]) -> None:
-    text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
-    with contextlib.suppress(OSError):  # of an earlier evaluation, if this process is killed now
-        (folder / content.NAME).unlink()
-    write_atomically(folder / "evaluation.json", text + "\n")
-
-
-def write_report(
-    folder: Path,
-    run: Path | None,
-    shown: Sequence[Matched],
-    confusions: dict[str, list[dict[str, Any]]],
-) -> None:
-    """Write `report.json` and `report.html` next to `folder/evaluation.json`."""
-    content.save(folder, run, shown, confusions)
-    write_atomically(folder / "report.html", make_page([folder]))
+    if own is not None and config.class_names is None and config.templates is None:
+        return own
+    names = read_names(config.class_names, test.classes, test.n_classes)
+    worded_by = config.templates or str(test.templates or "openai")
+    named_by = config.class_names or "those of the data"
+    return Prompts(names, read_templates(worded_by), f"from {worded_by}; class names: {named_by}")

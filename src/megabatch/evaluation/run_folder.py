@@ -38,7 +38,7 @@ class Opened:
 
 
 def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
-    """Build the run's towers with `model.safetensors`, or with the newest complete checkpoint.
+    """Build the run's towers with `model.safetensors`, or with the newest checkpoint.
 
     With `ema`, the weights are those of `model-ema.safetensors`, their moving average. With
     `trust`, the model may be code to run (`module:function`).
@@ -48,12 +48,7 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
             damaged or belong to another model.
     """
     config = read_config(folder)
-    average = folder / "model-ema.safetensors"
-    if ema and not average.is_file():
-        raise UsageError(f"{folder} has no {average.name}: it was trained without --ema-decay")
-    candidates = [average] if ema else _weight_files(folder)
-    if not candidates:
-        raise UsageError(f"{folder} has no weights: neither model.safetensors nor a checkpoint")
+    weights = _weights_of(folder, ema)
     model = config.get("model")
     if not isinstance(model, str):
         raise UsageError(f"{folder / 'config.toml'}: model must name a model, got {model!r}")
@@ -63,7 +58,13 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
         towers = create(model, options=ModelOptions.of(config))
     except (UsageError, ValueError, TypeError, RuntimeError) as error:
         raise UsageError(f"{folder / 'config.toml'}: {error}") from error
-    weights = _load_first_good(towers, candidates)
+    try:
+        towers.module.load_state_dict(load_file(weights))
+    except (SafetensorError, OSError) as error:
+        raise UsageError(f"{weights} is damaged: {one_line(error, 200)}") from error
+    except RuntimeError as error:  # load_state_dict, after a list of every name
+        reason = one_line(error, 200)
+        raise UsageError(f"{weights} holds the weights of another model: {reason}") from error
     return Opened(towers, weights, folder, config, _step_of(weights, folder))
 
 
@@ -126,12 +127,17 @@ def write_atomically(path: Path, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The final weights if there are any, else those of the checkpoints, the newest first."""
-    final = folder / "model.safetensors"
-    if final.is_file():
-        return [final]
-    return sorted(folder.glob("checkpoints/step-*/model.safetensors"), reverse=True)
+def _weights_of(folder: Path, ema: bool) -> Path:
+    """The file of a run's final weights if there are any, else that of its newest checkpoint."""
+    weights = folder / ("model-ema.safetensors" if ema else "model.safetensors")
+    if not ema and not weights.is_file():
+        weights = max(folder.glob("checkpoints/step-*/model.safetensors"), default=weights)
+    if not weights.is_file():
+        lacks = "weights: neither model.safetensors nor a checkpoint"
+        if ema:
+            lacks = f"{weights.name}: it was trained without --ema-decay"
+        raise UsageError(f"{folder} has no {lacks}")
+    return weights
 
 
 def _step_of(weights: Path, folder: Path) -> int | None:
@@ -147,19 +153,3 @@ def _step_of(weights: Path, folder: Path) -> int | None:
         checkpoints = list(folder.glob("checkpoints/step-*"))
     numbers = [checkpoint.name.removeprefix("step-") for checkpoint in checkpoints]
     return max((int(number) for number in numbers if number.isdecimal()), default=None)
-
-
-def _load_first_good(towers: Towers, candidates: list[Path]) -> Path:
-    failures: list[str] = []
-    for path in candidates:
-        try:
-            towers.module.load_state_dict(load_file(path))
-        except (SafetensorError, OSError) as error:
-            failures.append(f"{path} is damaged: {one_line(error, 200)}")
-        except RuntimeError as error:  # load_state_dict, after a list of every name
-            failures.append(f"{path} holds the weights of another model: {one_line(error, 200)}")
-        else:
-            return path
-    raise UsageError(
-        failures[0] if len(failures) == 1 else f"no checkpoint is intact; {failures[0]}"
-    )

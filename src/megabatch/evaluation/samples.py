@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets import ImageFolder
 
+from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
@@ -103,32 +105,28 @@ class FolderLabels:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            classes, class_indices = find_classes(folder)
-            if _SPLITS.issuperset(classes):
-                raise UsageError(
-                    f"{folder} holds {', '.join(classes)}, which look like splits and not "
-                    f"like classes: give one of them, such as {folder / classes[0]}"
-                )
-            if odd := [name for name in classes if printable(name) != name]:
-                raise UsageError(
-                    f"{folder}: the name of folder '{printable(odd[0])}': expected text in UTF-8"
-                )
-            self._images = make_dataset(folder, class_indices, IMG_EXTENSIONS)
+            found = ImageFolder(folder)
         except OSError as error:
-            raise UsageError(f"{folder}: {one_line(error)}") from error
-        self.classes: list[str] | None = classes
-        self.n_classes = len(classes)
+            raise UsageError(f"{folder}: {printable(one_line(error))}") from error
+        if _SPLITS.issuperset(found.classes):
+            raise UsageError(
+                f"{folder} holds {', '.join(found.classes)}, which look like splits and not "
+                f"like classes: give one of them, such as {folder / found.classes[0]}"
+            )
+        if odd := [printable(name) for name in found.classes if printable(name) != name]:
+            raise UsageError(f"{folder}: the name of folder '{odd[0]}': expected text in UTF-8")
+        self._images = found.samples
+        self.classes: list[str] | None = found.classes
+        self.n_classes = len(found.classes)
 
     def __len__(self) -> int:
         return len(self._images)
 
     def __getitem__(self, index: int) -> Sample[int]:
         path, label = self._images[index]
-        key = printable(Path(path).relative_to(self.folder).as_posix())
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise BadSample("unreadable image file", key) from error
+        name = Path(path).relative_to(self.folder).as_posix()
+        key = printable(name)
+        data = ImageFiles((self.folder,)).read(name, key)
         return Sample(decode_image(data, key), label, key)
 
 
@@ -166,13 +164,11 @@ class ShardLabels(TarSamples):
 
     def _count(self) -> int:
         """The number of classes: one more than the highest index."""
-        highest = -1
+        labels = [0]
         for index in range(len(self)):
-            try:
-                highest = max(highest, self._label(index))
-            except BadSample:
-                continue
-        return highest + 1
+            with contextlib.suppress(BadSample):
+                labels.append(1 + self._label(index))
+        return max(labels)
 
 
 def _beside(folder: Path, name: str) -> Path | None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
@@ -28,8 +27,6 @@ from megabatch.evaluation.table import WAYS
 KS = (1, 5, 10)
 _QUERIES_PER_BLOCK = 256  # of the pixel baseline
 
-PictureOf = Callable[[str], Image.Image | None]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -37,8 +34,6 @@ class Task:
 
     candidates: the texts to choose from, each once; None: the captions of `samples`.
     baseline: computes image→text recalls that need no model; None if there are none.
-    picture_of: returns a picture to show next to a text; None: one of its evaluated images.
-    pictures_are: the same, in the report's words.
     """
 
     key: str
@@ -47,8 +42,6 @@ class Task:
     samples: Samples[Captions]
     candidates: list[str] | None = None
     baseline: Callable[[], dict[str, float]] | None = None
-    picture_of: PictureOf | None = None
-    pictures_are: str = "one of its evaluated images"
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,6 @@ class Matched:
 
     features: (n, d) of the images, which are `samples[i]` for i in `indices`; text_features: (t, d)
     of `texts`; answers: each image's right texts, at least one, and each text's right images.
-    of_classes: whether the texts are names of classes. picture_of, pictures_are: as in `Task`.
     """
 
     title: str
@@ -67,9 +59,6 @@ class Matched:
     texts: list[str]
     text_features: Tensor
     answers: Answers
-    of_classes: bool = False
-    picture_of: PictureOf | None = None
-    pictures_are: str = "one of its evaluated images"
 
 
 def score(encoder: Encoder, task: Task) -> tuple[dict[str, Any], Matched]:
@@ -83,9 +72,7 @@ def score(encoder: Encoder, task: Task) -> tuple[dict[str, Any], Matched]:
     texts, answers = _match(images.targets, task, encoder.device)
     features = images.features, encoder.texts(texts)
     matched = Matched(
-        *(task.title, task.samples, images.indices, features[0], texts, features[1], answers),
-        picture_of=task.picture_of,
-        pictures_are=task.pictures_are,
+        *(task.title, task.samples, images.indices, features[0], texts, features[1], answers)
     )
     options: dict[str, Any] = {"ks": KS, "ways": WAYS}
     entry = {
@@ -152,9 +139,8 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
     face_names = " and ".join(sorted({glyphs.face_names[f] for f in faces.faces}))
 
     def face_baseline() -> dict[str, float]:
-        return pixel_neighbour_recalls(
-            train.images, train.name_ids, faces.images, faces.name_ids, ks=KS
-        )
+        of_train, of_faces = (train.images, train.name_ids), (faces.images, faces.name_ids)
+        return pixel_neighbour_recalls(*of_train, *of_faces, ks=KS)
 
     return [
         Task(
@@ -165,8 +151,6 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
             "to it.",
             CaptionedPairs(faces),
             baseline=face_baseline,
-            picture_of=_pictures(glyphs, train.indices),
-            pictures_are="an image of it from the training set",
         ),
         Task(
             "characters",
@@ -177,34 +161,8 @@ def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
             CaptionedPairs(characters),
             candidates=glyphs.names,
             baseline=lambda: {f"recall@{k}": 0.0 for k in KS},
-            picture_of=_pictures(glyphs, np.concatenate([train.indices, characters.indices])),
-            pictures_are="an image of it from the training set (from the held-out images where "
-            "training has none)",
         ),
     ]
-
-
-def _pictures(glyphs: GlyphSet, indices: np.ndarray) -> PictureOf:
-    """Return a function to each name's first image among these."""
-    first = {glyphs.names[glyphs.name_ids[index]]: int(index) for index in indices[::-1]}
-
-    def picture_of(name: str) -> Image.Image | None:
-        return Image.fromarray(glyphs.images[first[name]]) if name in first else None
-
-    return picture_of
-
-
-def digit_baseline(
-    glyphs: GlyphSet, names: Sequence[Sequence[str]], images: Sequence[Image.Image], labels: Tensor
-) -> dict[str, float]:
-    """Top-1 and top-5 of classifying an image as the nearest printed digit of the training set."""
-    train = glyphs.split("train")
-    class_of = {f"digit {name}": i for i, (name,) in enumerate(names)}
-    printed = np.array([class_of.get(name, -1) for name in glyphs.names])[train.name_ids]
-    pixels = np.stack([np.asarray(image) for image in images])
-    known = train.images[printed >= 0], printed[printed >= 0]
-    recalls = pixel_neighbour_recalls(*known, pixels, labels.numpy(), ks=(1, 5))
-    return {f"top{k}": recalls[f"recall@{k}"] for k in (1, 5)}
 
 
 def pixel_neighbour_recalls(
@@ -218,12 +176,12 @@ def pixel_neighbour_recalls(
     """Recall@k of naming each query after its nearest training images, by Euclidean distance.
 
     A name's distance is that of its nearest training image, and names, not images, are ranked.
-    Names at the same distance count as in random order, as in `retrieval_metrics`. A name that no
-    training image has is never found: on held-out names the baseline scores 0 by construction.
+    Names at the same distance count as in random order, as in `retrieval_metrics`.
 
     Args:
         train_images, query_images: uint8 (n, ...) and (q, ...), of the same size.
-        train_ids, query_ids: int64 (n,) and (q,), the images' names.
+        train_ids, query_ids: int64 (n,) and (q,), the images' names; each query's occurs in
+            training.
     """
     order = np.argsort(train_ids, kind="stable")
     names, starts = np.unique(train_ids[order], return_index=True)
@@ -234,16 +192,14 @@ def pixel_neighbour_recalls(
     # |q - t|² = |q|² - 2 (<q, t> - |t|²/2): the bracket alone decides.
     halves = train.square().sum(1) / 2
     counts = []
-    for block, ids in zip(
-        query.split(_QUERIES_PER_BLOCK),
-        torch.from_numpy(np.ascontiguousarray(query_ids)).split(_QUERIES_PER_BLOCK),
-        strict=True,
+    columns = torch.from_numpy(np.searchsorted(names, query_ids))
+    for block, own in zip(
+        query.split(_QUERIES_PER_BLOCK), columns.split(_QUERIES_PER_BLOCK), strict=True
     ):
-        closeness = np.maximum.reduceat((block @ train.T - halves).numpy(), starts, axis=1)
-        is_own = ids.numpy()[:, None] == names
-        own = np.where(is_own, closeness, -np.inf).max(1, keepdims=True)
-        nearer = np.where(is_own.any(1), (closeness > own).sum(1), max(ks))
-        counts.append((nearer, ((closeness == own) & ~is_own).sum(1)))
-    above, equal = (torch.from_numpy(np.concatenate(c)) for c in zip(*counts, strict=True))
+        products = (block @ train.T - halves).numpy()
+        closeness = torch.from_numpy(np.maximum.reduceat(products, starts, axis=1))
+        target = closeness.gather(1, own[:, None])
+        counts.append(((closeness > target).sum(1), (closeness == target).sum(1) - 1))
+    above, equal = (torch.cat(of_blocks) for of_blocks in zip(*counts, strict=True))
     recalls = expected_recalls(above, equal, torch.ones_like(above), ks)
     return {f"recall@{k}": recall for k, recall in recalls.items()}

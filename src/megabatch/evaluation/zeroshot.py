@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,26 +17,21 @@ from megabatch.data import glyphs
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, read_lines
 
-Names = tuple[tuple[str, ...], ...]
-
 
 @dataclass(frozen=True)
 class Prompts:
-    """One or several names of each class, and templates with `{}` where a name goes.
+    """The classes' names, and templates with `{}` where a name goes.
 
     source: a description of where both come from.
     """
 
-    names: Names
+    names: tuple[str, ...]
     templates: tuple[str, ...]
     source: str = ""
 
     def texts(self) -> list[list[str]]:
-        """The texts of each class: each of its names in each template."""
-        return [
-            [template.replace("{}", name) for name in names for template in self.templates]
-            for names in self.names
-        ]
+        """The texts of each class: its name in each template."""
+        return [[one.replace("{}", name) for one in self.templates] for name in self.names]
 
     def shown(self) -> str:
         """The first templates, how many more there are, and their origin."""
@@ -47,13 +40,12 @@ class Prompts:
         return f"{first}{more} ({self.source})"
 
     def distinct_names(self, classes: Sequence[str] | None) -> list[str]:
-        """Each class's first name, with its folder's if two share it, as in ImageNet."""
-        first = [names[0] for names in self.names]
-        folders = classes or [str(i) for i in range(len(first))]
-        again = Counter(first)
+        """Each class's name, with its folder's if two share it, as in ImageNet."""
+        folders = classes or [str(i) for i in range(len(self.names))]
+        again = Counter(self.names)
         return [
             name if again[name] == 1 else f"{name} ({i if folder == name else folder})"
-            for i, (name, folder) in enumerate(zip(first, folders, strict=True))
+            for i, (name, folder) in enumerate(zip(self.names, folders, strict=True))
         ]
 
 
@@ -62,10 +54,9 @@ def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Pro
 
     `encode_texts` returns the features (n, d) of n texts.
     """
-    texts = prompts.texts()
-    features = F.normalize(encode_texts([text for of_class in texts for text in of_class]), dim=-1)
-    means = [part.mean(0) for part in features.split([len(of_class) for of_class in texts])]
-    return F.normalize(torch.stack(means), dim=-1)
+    texts = [text for of_class in prompts.texts() for text in of_class]
+    features = F.normalize(encode_texts(texts), dim=-1)
+    return F.normalize(features.unflatten(0, (len(prompts.names), -1)).mean(1), dim=-1)
 
 
 def read_templates(choice: str) -> tuple[str, ...]:
@@ -92,14 +83,14 @@ def read_templates(choice: str) -> tuple[str, ...]:
     return lines
 
 
-def read_names(choice: str | None, classes: Sequence[str] | None, n_classes: int) -> Names:
-    """Read the names of each class.
+def read_names(
+    choice: str | None, classes: Sequence[str] | None, n_classes: int
+) -> tuple[str, ...]:
+    """Read the name of each class.
 
     Args:
         choice: "imagenet", OpenCLIP's names of ImageNet's 1,000 classes; a text file with one name
-            per line, in the order of the classes; a JSON file with a list of names, or with names
-            by class folder (one or a list; or [folder, name] by number, a common form of ImageNet's
-            index); None for `classes` with spaces for underscores.
+            per line, in the order of the classes; None for `classes` with spaces for underscores.
         classes: the folders' names, or names that came with the data; None if classes only have
             numbers.
         n_classes: the number of classes.
@@ -110,63 +101,32 @@ def read_names(choice: str | None, classes: Sequence[str] | None, n_classes: int
     if choice is None:
         if classes is None:
             raise UsageError("the shards have no classnames.txt: give names by --class-names")
-        names: Names = tuple((name.replace("_", " ").strip() or name,) for name in classes)
+        names = [name.replace("_", " ").strip() or name for name in classes]
     elif choice == "imagenet":
         import open_clip
 
-        names = tuple((name,) for name in open_clip.IMAGENET_CLASSNAMES)
-    elif not Path(choice).is_file():
-        raise UsageError(f"--class-names {choice}: expected imagenet or a file")
-    elif Path(choice).suffix == ".json":
-        names = _names_from_json(Path(choice), classes)
+        names = open_clip.IMAGENET_CLASSNAMES
+    elif Path(choice).suffix == ".json" or not Path(choice).is_file():
+        raise UsageError(f"--class-names {choice}: expected imagenet or a text file, a name a line")
     else:
-        names = tuple((line,) for line in read_lines(Path(choice)))
+        names = read_lines(Path(choice))
     if len(names) != n_classes:
         raise UsageError(
             f"--class-names {choice}: {len(names)} names, but the data have {n_classes} classes"
         )
-    return names
-
-
-def _names_from_json(path: Path, classes: Sequence[str] | None) -> Names:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--class-names {path}: cannot be read: {error}") from error
-    if isinstance(document, dict):
-        values = list(document.values())
-        pairs = all(isinstance(v, list) and len(v) == 2 for v in values)
-        if pairs and {v[0] for v in values} & {*(classes or ())} - {*document}:
-            document = dict(values)  # of {"0": ["n01440764", "tench"], ...}
-        classes = classes or [str(i) for i in range(len(document))]
-        if missing := [name for name in classes if name not in document]:
-            raise UsageError(
-                f"--class-names {path}: none for {len(missing)} of {len(classes)} classes, such as "
-                f"{missing[0]!r}"
-            )
-        document = [document[name] for name in classes]
-    if not isinstance(document, list):
-        raise UsageError(f"--class-names {path}: expected a list, or names by class folder")
-    return tuple(_names_of(value, path) for value in document)
-
-
-def _names_of(value: Any, path: Path) -> tuple[str, ...]:
-    names = value if isinstance(value, list) else [value]
-    if not names or not all(isinstance(name, str) and name.strip() for name in names):
-        raise UsageError(f"--class-names {path}: expected a name or a list of names, got {value!r}")
-    return tuple(name.strip().replace("_", " ") for name in names)
+    return tuple(names)
 
 
 _DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 # In the words of Unicode's character names, the only texts that a glyph model was trained on.
 UNICODE_DIGITS = Prompts(
-    tuple((name,) for name in _DIGITS),
+    _DIGITS,
     ("digit {}", "mathematical sans-serif digit {}", "mathematical monospace digit {}"),
     "in the words of Unicode's names, since the model was trained on glyphs",
 )
 # For models of natural captions: the template that CLIP's authors used on MNIST.
 CAPTIONED_DIGITS = Prompts(
-    tuple((digit,) for digit in "0123456789"),
+    tuple("0123456789"),
     ('a photo of the number: "{}".',),
     "CLIP's for digits, since the model was not trained on glyphs",
 )

@@ -91,14 +91,6 @@ class TextPair(TwoTowers):
         """The encoder of second texts."""
         return self.first if self.share else self.second
 
-    def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute activations in the backward pass; the interface is open_clip's."""
-        for side in [self.first] if self.share else [self.first, self.second]:
-            verb = "enable" if enable else "disable"
-            # transformers 5 introduces the first name, and 6 removes the second.
-            names = [f"{kind}_checkpointing_{verb}" for kind in ("activation", "gradient")]
-            getattr(side.encoder, next(n for n in names if hasattr(side.encoder, n)))()
-
     def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
         """Freeze the first texts' encoder except for its last layers; open_clip's interface."""
         self._lock("first", unlocked_groups)

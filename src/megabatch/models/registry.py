@@ -23,6 +23,10 @@ from megabatch.models import weights as files
 from megabatch.models.hf_folder import read_config
 from megabatch.models.towers import ModelOptions, Towers
 
+#: Functions that a user's own towers and their module need.
+_FUNCTIONS = ("train_transform", "eval_transform", "tokenizer")
+_METHODS = ("encode_image", "encode_text")
+
 
 def available() -> list[str]:
     """The names that `create` takes apart from folders: ours first, then open_clip's."""
@@ -110,19 +114,17 @@ def _create_own(name: str, weights: Path | None, options: ModelOptions) -> Tower
 
 def _check(towers: Towers, label: str) -> None:
     """Raise a UsageError that names the part of the towers that cannot be used."""
-    module = towers.module
+    module, width = towers.module, towers.embed_dim
     if not isinstance(module, nn.Module):
         raise _wrong(label, "module", "a torch.nn.Module", module)
-    for method in ("encode_image", "encode_text"):
-        if not callable(getattr(module, method, None)):
-            raise UsageError(f"{label}: module: expected a method {method}, as TwoTowers has")
     scale = getattr(module, "logit_scale", None)
     if not isinstance(scale, nn.Parameter) or scale.numel() != 1:
         raise _wrong(label, "module.logit_scale", "a parameter with one element", scale)
-    for part in ("train_transform", "eval_transform", "tokenizer"):
-        if not callable(value := getattr(towers, part)):
-            raise _wrong(label, part, "a function", value)
-    width = towers.embed_dim
+    functions = {name: getattr(towers, name) for name in _FUNCTIONS}
+    functions |= {f"module.{name}": getattr(module, name, None) for name in _METHODS}
+    for name, value in functions.items():
+        if not callable(value):
+            raise _wrong(label, name, "a function", value)
     if not isinstance(width, int) or width < 1:
         raise _wrong(label, "embed_dim", "a whole number above 0", width)
     if towers.first not in ("image", "text"):

@@ -40,7 +40,7 @@ def problems(config: TrainConfig, first: str) -> list[str]:
     assert config.val_data is not None
     try:
         with naming("--val-data"):
-            reading = reading_of(vars(config), config.val_data)
+            reading = reading_of(vars(config))
             open_val_data(config.val_data, config.model, first, reading)
     except UsageError as error:
         return [str(error)]

@@ -55,7 +55,7 @@ class Validation:
         check_ranks(evaluation, opened, tasks, classes, group)
         # Baselines do not depend on the weights.
         self._tasks = [replace(task, baseline=None) for task in tasks]
-        self._classes = None if classes is None else replace(classes, baseline=None)
+        self._classes = classes
         if config.best_metric is not None and config.best_metric not in self.names():
             raise UsageError(
                 f"--best-metric {config.best_metric}: expected one of {', '.join(self.names())}"

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from markupsafe import Markup
 
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
-from megabatch.evaluation.report import charts
-from megabatch.evaluation.report.charts import series
-from megabatch.evaluation.report.content import NAME, read
+from megabatch.evaluation.report.charts import colour, curves_chart, histogram_chart, series
+from megabatch.evaluation.report.content import NAME
 from megabatch.evaluation.run_folder import read_metrics, validated_on
 from megabatch.evaluation.table import (
     CONTENDERS,
@@ -26,6 +24,7 @@ from megabatch.evaluation.table import (
     direction,
     groups,
     left_out,
+    tasks_of,
 )
 
 CURVES = {
@@ -36,41 +35,22 @@ CURVES = {
     "pairs_per_second": "pairs per second",
 }
 _VALIDATION = ("recall@1", "top1")  # figures of evaluations during the training that are drawn
-# The page shows settings, the last logged step and the evaluation.
-_FACTS = {
-    "model": ("model", "{}"),
-    "parameters": ("parameters", "{:,}"),
-    "train_data": ("training data", "{}"),
-    "global_batch_size": ("batch size", "{:,}"),
-    "micro_batch_size": ("micro-batch size", "{:,}"),
-    "loss": ("final loss", "{:.4f}"),
-    "step": ("steps", "{:,}"),
-    "epoch": ("epochs", "{:.4g}"),
-    "samples": ("pairs seen", "{:,.0f}"),
-    "seconds": ("training time", "{:,.0f} s"),
-    "mean_pace": ("pairs per second", "{:,.0f}"),
-    "weights": ("weights", "{}"),
-    "evaluated_step": ("evaluated step", "{:,}"),
-    "evaluation": ("evaluation", "{}"),
-}
 
 
 @dataclass
 class Source:
-    """Everything that is known about a run or an evaluated model, whatever of it exists.
+    """What is known about a run or an evaluated model, whatever of it exists.
 
-    evaluation, content: of evaluation.json, {} if there is none, and of report.json. settings,
-    config: the run's config.toml, as a dictionary and as text; empty without a run. records: the
+    evaluation, content: of evaluation.json and report.json. settings: of config.toml. records: the
     logged steps; validation: figures of evaluations during the training.
     """
 
     name: str
     evaluation: dict[str, Any]
     content: dict[str, Any]
-    settings: dict[str, Any] = field(default_factory=dict)
-    config: str = ""
-    records: list[dict[str, Any]] = field(default_factory=list)
-    validation: list[dict[str, Any]] = field(default_factory=list)
+    settings: dict[str, Any]
+    records: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
 
     @property
     def outdated(self) -> str:
@@ -81,6 +61,13 @@ class Source:
             return ""
         return f"evaluated at step {step:,}, trained to step {last:,}"
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The evaluated model, and the last logged step."""
+        run = self.evaluation.get("run", {})
+        facts = {**run, "evaluated_step": run.get("step"), "date": self.evaluation.get("date")}
+        return {**facts, "step": None, **(self.records[-1] if self.records else {})}
+
 
 def read_source(folder: Path) -> Source:
     """Read a run's folder, or the folder that an evaluation was written to.
@@ -88,20 +75,20 @@ def read_source(folder: Path) -> Source:
     Raises:
         UsageError: it is neither, or a file in it is damaged.
     """
-    evaluation = read(folder / "evaluation.json", "run", "retrieval", "zero_shot")
-    content = {"run": None, "tasks": [], "confusions": {}} | read(folder / NAME, "confusions")
-    run = folder / str(content["run"] or ".") if evaluation else folder
-    if not (run / "config.toml").is_file():
-        run = folder
-    if (run / "config.toml").is_file():
-        text = (run / "config.toml").read_text(encoding="utf-8", errors="replace")
-        logs = [read_metrics(run / f"{name}.jsonl") for name in ("metrics", "validation")]
-        return Source(run.resolve().name, evaluation, content, read_config(run), text, *logs)
-    if evaluation:
-        return Source(str(evaluation["run"].get("model", folder.name)), evaluation, content)
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder")
-    raise UsageError(f"{folder} is not a run: it has neither config.toml nor evaluation.json")
+    evaluation, content = _read(folder / "evaluation.json"), _read(folder / NAME)
+    content.setdefault("tasks", [])
+    is_run = (folder / "config.toml").is_file()
+    if not is_run and not evaluation:
+        raise UsageError(f"{folder} is not a run: it has neither config.toml nor evaluation.json")
+    settings = read_config(folder) if is_run else {}
+    settings.pop("output", None)  # its own folder
+    logs = [read_metrics(folder / f"{name}.jsonl") for name in ("metrics", "validation")]
+    return Source(folder.resolve().name, evaluation, content, settings, *logs)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; {} if there is no such file."""
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
 
 
 def make_page(folders: Sequence[Path]) -> str:
@@ -112,10 +99,6 @@ def make_page(folders: Sequence[Path]) -> str:
     Raises:
         UsageError: a folder has neither, or a file in it is damaged.
     """
-    sources = [read_source(folder) for folder in folders]
-    names = [source.name for source in sources]
-    if len(set(names)) < len(names):
-        names = [str(folder) for folder in folders]
     environment = Environment(
         loader=PackageLoader("megabatch.evaluation.report", "."),
         autoescape=True,
@@ -123,113 +106,71 @@ def make_page(folders: Sequence[Path]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    several = len(sources) > 1
     try:
-        found = [groups(source.evaluation) for source in sources]
+        sources = [read_source(folder) for folder in folders]
+        names = [source.name for source in sources]
+        if len(set(names)) < len(names):
+            names = [str(folder) for folder in folders]
         return environment.get_template("page.html").render(
-            name=f"{len(sources)} runs compared" if several else names[0],
+            name=f"{len(sources)} runs compared" if len(sources) > 1 else names[0],
             names=names,
             sources=sources,
-            several=several,
-            facts=_by_run([_facts(source) for source in sources]),
-            settings=_by_run([_settings(source) for source in sources], differ=True),
-            curves=_curves(sources, names),
-            tables=_tables(found),
-            bars=[] if several else [_bars(group) for group in found[0]],
-            colours=charts.COLOURS,
-            contenders={CONTENDERS[key]: n for key, n in charts.OF_CONTENDER.items()},
-            **{f.__name__: f for f in (cell, direction, left_out)},
-            **{f.__name__: f for f in (charts.histogram_chart, charts.heat_map_chart)},
+            facts=_by_run([source.facts for source in sources]),
+            settings=_by_run([source.settings for source in sources], differ=len(sources) > 1),
+            curves=_curves(sources),
+            tables=_tables([groups(source.evaluation) for source in sources]),
+            **{f.__name__: f for f in (cell, colour, direction, histogram_chart)},
+            **{f.__name__: f for f in (left_out, tasks_of)},
         )
-    except (UndefinedError, KeyError, TypeError, ValueError) as error:
+    except (UndefinedError, LookupError, TypeError, ValueError, AttributeError) as error:
         where = ", ".join(map(str, folders))
         raise UsageError(
-            f"{where}: a file of the evaluation is not as this version of megabatch writes it "
-            f"({one_line(error, 200)}): evaluate again"
+            f"{where}: evaluation.json or report.json is not as this version of megabatch eval "
+            f"writes it ({one_line(error, 200)}): evaluate again, or remove it"
         ) from error
 
 
-def _by_run(values: list[dict[str, str]], *, differ: bool = False) -> list[tuple[str, list[str]]]:
-    """The runs' values under each name, all or those that differ."""
+def _by_run(values: list[dict[str, Any]], *, differ: bool = False) -> list[tuple[str, list[str]]]:
+    """The runs' values under each name in words, all that any run has or those that differ."""
     names = dict.fromkeys(name for of_run in values for name in of_run)
-    rows = [(name, [of_run.get(name, "–") for of_run in values]) for name in names]
-    return [row for row in rows if not differ or len(set(row[1])) > 1]
+    rows = [(name, [_words(of_run.get(name)) for of_run in values]) for name in names]
+    none = {"–"}
+    return [row for row in rows if set(row[1]) != none and not (differ and len(set(row[1])) == 1)]
 
 
-def _facts(source: Source) -> dict[str, str]:
-    evaluation = source.evaluation
-    run, last = evaluation.get("run", {}), source.records[-1] if source.records else {}
-    values = {**source.settings, **run, "step": None, **last, "evaluated_step": run.get("step")}
-    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError):
-        values["mean_pace"] = last["samples"] / last["seconds"]  # of all steps
-    if evaluation:
-        how = f"{run.get('device')}, {run.get('precision')}"
-        values["evaluation"] = f"{evaluation.get('seconds', 0):.0f} s on {how}"
-    facts = {}
-    for key, (term, form) in _FACTS.items():
-        with contextlib.suppress(ValueError, TypeError):  # not a number, or none
-            if values.get(key) is not None:
-                facts[term] = form.format(values[key])
-    return facts
+def _words(value: Any) -> str:
+    if isinstance(value, bool | None):
+        return {None: "–", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
+    return str(value)
 
 
-def _settings(source: Source) -> dict[str, str]:
-    """A run's settings, as texts, without its own folder."""
-    return {
-        key: value if isinstance(value, str) else json.dumps(value, default=str)
-        for key, value in source.settings.items()
-        if key != "output"
-    }
+def _curves(sources: Sequence[Source]) -> list[tuple[str, Markup]]:
+    """A chart with a title for each quantity that any run logged several times.
 
-
-def _curves(
-    sources: Sequence[Source], names: Sequence[str]
-) -> tuple[list[tuple[str, Markup]], list[str]]:
-    """A chart for each quantity that any run logged, and lines about what is missing.
-
-    Runs of different batch sizes are compared by the pairs that they have seen. Evaluations during
-    the training on different data have curves of their own, whose titles then name the data.
+    Runs are compared by the pairs that they have seen, since their batch sizes may differ.
+    Evaluations during the training on different data have curves of their own.
     """
-    batches = {source.settings.get("global_batch_size") for source in sources}
-    logged = [source.records[-1] for source in sources if source.records]
-    by_pairs = len(batches) > 1 and all("samples" in last for last in logged)
-    x, label = ("samples", "pairs seen") if by_pairs else ("step", "step")
-    curves = {t: ([series(s.records, key, x) for s in sources], label) for key, t in CURVES.items()}
-    figures = {
-        (key, validated_on(record)): None
-        for source in sources
-        for record in source.validation
-        for key in record
-        if key.endswith(_VALIDATION)
-    }
-    for key, data in figures:
+    x, label = ("samples", "pairs seen") if len(sources) > 1 else ("step", "step")
+    found = [
+        (title, label, [series(source.records, key, x) for source in sources])
+        for key, title in CURVES.items()
+    ]
+    validation = [record for source in sources for record in source.validation]
+    keys = {(k, validated_on(r)): None for r in validation for k in r if k.endswith(_VALIDATION)}
+    for key, data in keys:
         title = "validation: " + key.replace("/", ", ").replace("_", " ")
-        if len({data for _, data in figures}) > 1:
+        if len({data for _, data in keys}) > 1:
             title += f", on {data or 'the default data'}"
         on_data = [[r for r in s.validation if validated_on(r) == data] for s in sources]
-        curves[title] = [series(records, key) for records in on_data], "step"
-    drawn, missing = [], []
-    for title, (of_runs, label) in curves.items():
-        present = {i: curve for i, curve in enumerate(of_runs) if len(curve)}
-        if present:
-            drawn.append((title, charts.curves_chart(title, present, label)))
-        absent = [n for i, n in enumerate(names) if sources[i].records and i not in present]
-        if absent:
-            missing.append(f"Without {title} in the log: {', '.join(absent)}.")
-    silent = [n for n, s in zip(names, sources, strict=True) if s.config and not s.records]
-    if silent:
-        missing.append(f"Without a log of training (metrics.jsonl): {', '.join(silent)}.")
-    return drawn, missing
-
-
-def _bars(group: Group) -> tuple[str, Markup]:
-    """A chart of the contenders' recalls or accuracies, with its title."""
-    title = f"{group.title}: {group.what}"
-    recalls = [i for i, column in enumerate(group.columns) if column != "median rank"]
-    complete = [i for i in recalls if all(row[i] is not None for row in group.rows.values())]
-    ticks = [list(group.columns)[i] for i in complete]
-    values = {name: [row[i] or 0.0 for i in complete] for name, row in group.rows.items()}
-    return title, charts.bars_chart(title, ticks, values)
+        found.append((title, "step", [series(records, key) for records in on_data]))
+    charts = []
+    for title, label, curves in found:
+        logged = {run: curve for run, curve in enumerate(curves) if len(curve) > 1}
+        if logged:
+            charts.append((title, curves_chart(title, logged, label)))
+    return charts
 
 
 def _tables(found: Sequence[Sequence[Group]]) -> list[dict[str, Any]]:
@@ -244,12 +185,12 @@ def _tables(found: Sequence[Sequence[Group]]) -> list[dict[str, Any]]:
             new = {"heading": group.heading, "columns": list(group.columns), "rows": []}
             table = tables.setdefault(group.heading, new)
             table["rows"] += [
-                {"run": run, "contender": name, "label": CONTENDERS[name], "values": values}
-                for name, values in group.rows.items()
+                {"run": run, "contender": name, "label": CONTENDERS[name], "figures": figures}
+                for name, figures in group.rows.items()
                 if name in OF_MODEL or not several
             ]
     for table in tables.values():
-        by_column = zip(*(row["values"] for row in table["rows"]), strict=True)
+        by_column = zip(*(row["figures"] for row in table["rows"]), strict=True)
         best = list(map(_best, table["columns"], by_column))
         table["best"] = best if several else [None] * len(best)
     return list(tables.values())
