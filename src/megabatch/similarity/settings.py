@@ -68,8 +68,9 @@ def products(x: Tensor) -> str:
 
 def of_call(x: Tensor) -> Settings:
     """The current settings, for a call with features like x."""
-    products = precision(x.device.type) if _has_float32_products(x) else 0
-    return current()._replace(workspace=workspace(x), precision=products)
+    products, chosen = precision(x.device.type) if _has_float32_products(x) else 0, current()
+    # Not `_replace`, which torch.compile of torch 2.11 cannot take.
+    return Settings(workspace(x), products, chosen.gather, chosen.grid)
 
 
 @contextmanager
