@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -86,10 +87,13 @@ _CACHE = pytest.StashKey[str]()
 
 def pytest_collection() -> None:
     gc.disable()
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # timm would import it: a second
 
 
 def pytest_collection_finish() -> None:
     """What is imported by now stays: looking through it takes half a second each time."""
+    if sys.modules.get("wandb", ...) is None:
+        del sys.modules["wandb"]
     gc.freeze()
     atexit.register(gc.unfreeze)  # libraries remark on what outlives the interpreter
     gc.enable()
