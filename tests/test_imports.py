@@ -35,8 +35,7 @@ NEEDS = {
     BENCH: "psutil rich",
     "data inspect pairs.csv": "numpy PIL pyarrow rich webdataset",
     "data glyphs --output shards": "matplotlib numpy PIL webdataset",
-    "from megabatch.evaluation import evaluate_run": "matplotlib",
-    "import megabatch; megabatch.evaluation.evaluate_run('new')": "jinja2",
+    "import megabatch; megabatch.evaluation.evaluate_run('new')": "jinja2 matplotlib",
     "from megabatch.data import open_pairs": "numpy PIL",
     "from megabatch.training import train": "psutil rich",
 }
