@@ -31,12 +31,10 @@ NEEDS = {
     f"train --model ViT-B-32 --train-data pairs.csv {SMALL}": "open_clip",
     f"train --model hf:bert --train-data texts.jsonl {SMALL}": "tokenizers transformers",
     "plan --model glyph-small --device cpu": "numpy PIL psutil rich",
-    "eval run --val-data pairs.csv": "jinja2 numpy PIL rich safetensors",
+    "eval run --val-data pairs.csv": "jinja2 matplotlib numpy PIL rich safetensors",
     BENCH: "psutil rich",
     "data inspect pairs.csv": "numpy PIL pyarrow rich webdataset",
     "data glyphs --output shards": "matplotlib numpy PIL webdataset",
-    "from megabatch.evaluation import evaluate_run": "matplotlib",
-    "import megabatch; megabatch.evaluation.evaluate_run('new')": "jinja2",
     "from megabatch.data import open_pairs": "numpy PIL",
     "from megabatch.training import train": "psutil rich",
 }
@@ -50,7 +48,7 @@ WITHOUT = [(TRAIN, UNNEEDED), *((asked, ALL) for asked in [*HELP, "bench loss --
 
 
 def is_python(asked: str) -> bool:
-    return asked.split()[0] in ("from", "import")
+    return asked.startswith("from ")
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.config.file import packaged
@@ -18,6 +18,7 @@ texts = st.text(st.characters(codec="utf-8"))
 positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
 
 
+@settings(max_examples=25)
 @given(
     config=st.builds(
         TrainConfig,

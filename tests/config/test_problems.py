@@ -53,6 +53,10 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
             "that is trained",
         ),
         ({"csv_negative_key": "n"}, "--csv-negative-key n: expected with --hard-negatives"),
+        (
+            {"decode": "late"},
+            "--workers 0: expected at least 1 with --decode late, which is their work",
+        ),
         ({"val_frequency": 5}, "--val-frequency 5: expected with --evaluate"),
         ({"best_metric": "pairs/x"}, "--best-metric pairs/x: expected with --val-frequency"),
         (

@@ -305,9 +305,9 @@ def test_a_resumed_run_keeps_the_settings_that_are_not_given_again(
     config = make_config(tmp_path / "run", steps=6)
     assert main([*options(config, "steps"), "--lr", "0.002"]) == 0
     capsys.readouterr()
-    assert main(["train", "--resume", "--output", str(config.output), "--steps", "40"]) == 0
+    assert main(["train", "--resume", "--output", str(config.output), "--steps", "10"]) == 0
     recorded = load_config(config.output / "config.toml")
-    assert (recorded.steps, recorded.lr, recorded.warmup) == (40, 0.002, None)
+    assert (recorded.steps, recorded.lr, recorded.warmup) == (10, 0.002, None)
     assert "continuing after step 6" in capsys.readouterr().out
 
 
@@ -319,6 +319,5 @@ def test_the_same_command_continues_a_run_whose_warm_up_gave_way(
     command = [*options(config), "--config", str(tmp_path / "c.toml")]
     assert main([*command, "--steps", "6"]) == 0
     assert "taking --warmup 1" in capsys.readouterr().out
-    assert main([*command, "--steps", "6", "--resume"]) == 0
     assert main([*command, "--steps", "12", "--resume"]) == 0
     assert load_config(config.output / "config.toml").warmup == 10

@@ -37,7 +37,7 @@ def chunks(sizes: list[int], bad: set[int], late: bool = False) -> list[Chunk]:
     bad=st.sets(st.integers(0, N - 1), max_size=20),
     late=st.booleans(),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50)
 def test_batches_without_their_bad_samples(cuts, rest, bad, late):
     size = sum(cuts)
     rest = min(rest, size - 1)

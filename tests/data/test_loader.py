@@ -52,7 +52,7 @@ def test_a_batch_belongs_together():
     drop_last=st.booleans(),
     shuffle=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40)
 def test_each_sample_at_most_once_an_epoch(n, batch_size, bad, drop_last, shuffle):
     bad = {i for i in bad if i < n}
     if batch_size > n:
@@ -82,7 +82,7 @@ def test_each_sample_at_most_once_an_epoch(n, batch_size, bad, drop_last, shuffl
     workers=st.just(0),
     stop=st.integers(0, 5),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40)
 def test_ranks_share_the_batches_of_one(n, batch_size, bad, shuffle, world_size, workers, stop):
     if not world_size <= batch_size <= n:
         return
@@ -140,7 +140,7 @@ def test_workers_change_nothing_for_a_rank():
     stop=st.integers(0, 60),
     resumed_batch_size=st.integers(1, 12),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25)
 def test_resume_continues_the_very_stream(batch_size, bad, stop, resumed_batch_size):
     def stream(data: PairLoader) -> list[int]:
         return [i for batch in data for i in batch.indices.tolist()]

@@ -33,7 +33,7 @@ ELSEWHERE = {
     "docs/distributed.md": "tests/test_distributed_docs.py",
     "docs/evaluation.md": "tests/evaluation/test_docs.py",
     "docs/export.md": "tests/export/test_docs.py",
-    "docs/integrations/any-loop.md": "tests/integrations/test_any_loop.py",
+    "docs/integrations/any-loop.md": "tests/test_distributed_docs.py",
     "docs/losses.md": "tests/losses/test_docs.py",
     "docs/new-loss.md": "tests/losses/test_docs.py",
     "docs/recipes.md": "tests/training/test_own_parts.py",

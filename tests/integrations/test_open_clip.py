@@ -63,12 +63,10 @@ DISTIL = f"--distill-model {TINY} --distill-pretrained FOLDER/teacher.pt"
 ALONE = {
     "clip": ("theirs", "--batch-size 8 --val-data SHARDS --val-num-samples 32"),
     "clip ours": ("ours", "--batch-size 8 --val-data SHARDS --val-num-samples 32"),
-    "clip ours 2": ("ours", "--batch-size 4 --accum-freq 2"),
     "clip ours 4": ("ours", "--batch-size 2 --accum-freq 4 --grad-checkpointing"),
     "adam": ("theirs", f"--batch-size 4 --accum-freq 2 {ADAM}"),
     "adam ours 2": ("ours", f"--batch-size 4 --accum-freq 2 {ADAM}"),
     "siglip": ("theirs", "--batch-size 8 --siglip"),
-    "siglip ours": ("ours", "--batch-size 8 --siglip"),
     "siglip ours 2": ("ours", "--batch-size 4 --accum-freq 2 --siglip"),
     "distil": ("theirs", f"--batch-size 8 {DISTIL}"),
     "distil ours": ("ours", f"--batch-size 8 {DISTIL}"),

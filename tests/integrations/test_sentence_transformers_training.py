@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
-import multiprocessing
-import os
-import traceback
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megabatch.training.world import leave
 from tests.integrations.sentence_encoders import (
     EVERY_DIRECTION,
     SYMMETRIC,
@@ -29,7 +25,8 @@ from tests.integrations.sentence_encoders import (
     static,
     without_dropout,
 )
-from tests.similarity.distributed.processes import forked, new_store, torchrun_environment
+from tests.integrations.two_processes import failures
+from tests.models.tiny_bert import save_tiny_bert
 
 datasets: Any = pytest.importorskip("datasets")
 transformers: Any = pytest.importorskip("transformers")
@@ -236,26 +233,33 @@ def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -
 # --- two ranks ------------------------------------------------------------------------------------
 
 
-def train_on_ranks(folder: Path) -> None:
+def on_two_trains_as_the_librarys_do() -> None:
     """Both losses on the ranks of one DistributedDataParallel model, gathering and not."""
-    for gather_across_devices in (True, False):
-        settings = {
-            "mini_batch_size": 3,
-            "gather_across_devices": gather_across_devices,
-            "directions": EVERY_DIRECTION,
-            "hardness_mode": "in_batch_negatives",
-            "hardness_strength": 5.0,
-        }
-        make = functools.partial(ranking_loss, settings)
-        train_both(folder, make, texts(3))
-    if library.__version__ < "6":
-        return  # the library compared the guide with the first rank's positives alone
-    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
-    with_guide = functools.partial(guided, bert(folder))
-    train_both(folder, with_guide, texts(3), loss_classes=loss_classes)
+    with tempfile.TemporaryDirectory() as own:
+        if dist.get_rank() == 0:  # transformers writes nothing on other ranks
+            save_tiny_bert(Path(own, "bert"))
+        shared = [own]
+        dist.broadcast_object_list(shared)
+        folder = Path(shared[0])
+        for gather_across_devices in (True, False):
+            settings = {
+                "mini_batch_size": 3,
+                "gather_across_devices": gather_across_devices,
+                "directions": EVERY_DIRECTION,
+                "hardness_mode": "in_batch_negatives",
+                "hardness_strength": 5.0,
+            }
+            make = functools.partial(ranking_loss, settings)
+            train_both(folder, make, texts(3))
+        # Before 6 the library compared the guide with the first rank's positives alone.
+        if library.__version__ >= "6":
+            loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+            with_guide = functools.partial(guided, bert(folder))
+            train_both(folder, with_guide, texts(3), loss_classes=loss_classes)
+        dist.barrier()
 
 
-def compare_shards_of_different_sizes(rank: int) -> None:
+def on_two_shards_of_different_sizes() -> None:
     """The mean over ranks is the library's loss of the whole batch; all queries count alike."""
     settings: dict[str, Any] = {
         "directions": EVERY_DIRECTION,
@@ -266,7 +270,7 @@ def compare_shards_of_different_sizes(rank: int) -> None:
     expected, *gradients = loss_and_gradients(
         losses.MultipleNegativesRankingLoss(nn.Module(), **settings), batch
     )
-    own = slice(0, 3) if rank == 0 else slice(3, 8)
+    own = slice(0, 3) if dist.get_rank() == 0 else slice(3, 8)
     loss = UncachedMegabatchRankingLoss(nn.Module(), gather_across_devices=True, **settings)
     found, *own_gradients = loss_and_gradients(loss, [column[own] for column in batch])
     dist.all_reduce(found)
@@ -275,36 +279,8 @@ def compare_shards_of_different_sizes(rank: int) -> None:
         torch.testing.assert_close(column / 2, gradient[own])
 
 
-def fork_ranks(folder: Path, port: int) -> None:
-    """Import the library, which takes seconds, and fork two ranks."""
-    context: Any = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=run_rank, args=(rank, folder, port)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-
-
-def run_rank(rank: int, folder: Path, port: int) -> None:
-    torch.set_num_threads(1)
-    os.environ |= torchrun_environment(rank, 2, port)
-    failure = ""
-    try:
-        train_on_ranks(folder)
-        compare_shards_of_different_sizes(rank)
-    except Exception:
-        failure = traceback.format_exc()
-    (folder / f"{rank}.json").write_text(json.dumps(failure))
-    leave()
-
-
-def test_two_ranks_train_as_the_librarys_do(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "bert").symlink_to(folder / "bert")
-    store = new_store()
-    process = forked(fork_ranks, tmp_path, store.port)
-    process.join(240)
-    process.kill()
-    for rank in range(2):
-        outcome = tmp_path / f"{rank}.json"
-        failure = json.loads(outcome.read_text()) if outcome.exists() else "it did not end"
-        assert not failure, f"rank {rank}: {failure}"
+@pytest.mark.concurrency
+def test_on_two_processes(tmp_path: Path) -> None:
+    checks = [on_two_trains_as_the_librarys_do, on_two_shards_of_different_sizes]
+    found = failures(checks, ("sentence_transformers", "datasets"), tmp_path)
+    assert not found, "\n".join(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,47 +49,38 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return table
 
 
-@pytest.fixture
-def make_config(pictures: Path) -> MakeConfig:
-    """Configurations of short runs: 5 steps an epoch."""
+def short(pictures: Path, output: Path | str, **changes: Any) -> TrainConfig:
+    """A short run: 5 steps an epoch."""
     from tests.models.tiny import TINY  # open_clip, which the tests on GPUs do without
 
-    def make(output: Path | str, **changes: Any) -> TrainConfig:
-        short = TrainConfig(
-            model=TINY,
-            train_data=str(pictures),
-            output=Path(output),
-            global_batch_size=8,
-            micro_batch_size=4,
-            steps=12,
-            warmup=2,
-            plan="off",  # has tests of its own, and takes longer than these runs
-            precision="fp32",
-            device="cpu",
-            checkpoint_every=3,
-        )
-        return replace(short, **changes)
+    config = TrainConfig(
+        model=TINY,
+        train_data=str(pictures),
+        output=Path(output),
+        global_batch_size=8,
+        micro_batch_size=4,
+        steps=12,
+        warmup=2,
+        plan="off",  # has tests of its own, and takes longer than these runs
+        precision="fp32",
+        device="cpu",
+        checkpoint_every=3,
+        report_to="",  # a run that is continued waits for TensorBoard's clock
+    )
+    return replace(config, **changes)
 
-    return make
+
+@pytest.fixture
+def make_config(pictures: Path) -> MakeConfig:
+    """Configurations of short runs."""
+    return partial(short, pictures)
 
 
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainConfig:
     """A run of 12 steps that nothing disturbed."""
-    from tests.models.tiny import TINY
-
-    config = TrainConfig(
-        model=TINY,
-        train_data=str(pictures),
-        output=tmp_path_factory.mktemp("runs") / "straight",
-        global_batch_size=8,
-        micro_batch_size=4,
-        steps=12,
-        warmup=2,
-        precision="fp32",
-        device="cpu",
-        checkpoint_every=3,
-    )
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    config = short(pictures, folder, report_to="tensorboard")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     assert train(config) == 0

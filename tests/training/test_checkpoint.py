@@ -176,20 +176,32 @@ def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> Non
         load_newest(tmp_path)
 
 
-def test_a_full_disk_leaves_the_earlier_checkpoint_and_no_rubbish(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("failure", "expected", "message"),
+    [
+        (
+            OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+            CheckpointError,
+            r"step 2 could not be written: No space left on device.*step-00000001 is intact",
+        ),
+        (KeyboardInterrupt("second Ctrl-C"), KeyboardInterrupt, "second Ctrl-C"),
+    ],
+)
+def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_rubbish(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    expected: type[BaseException],
+    message: str,
 ) -> None:
+    def fail(descriptor: int) -> None:
+        raise failure
+
     save(tmp_path, made(1), keep=2)
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
-    with pytest.raises(CheckpointError) as caught:
-        save(tmp_path, made(2), keep=2)
-    assert "step 2 could not be written: No space left on device" in str(caught.value)
-    assert "step-00000001 is intact" in str(caught.value)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.os, "fsync", fail)
+        with pytest.raises(expected, match=message):
+            save(tmp_path, made(2), keep=2)
     assert names(tmp_path) == ["step-00000001"]
     assert newest_step(tmp_path) == 1
 
@@ -205,18 +217,6 @@ def test_a_file_that_the_system_cuts_short_is_the_same(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == ["step-00000001"]
     assert newest_step(tmp_path) == 1
-
-
-def test_an_interrupted_save_removes_what_it_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(descriptor: int) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint.os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        save(tmp_path, made(1), keep=2)
-    assert names(tmp_path) == []
 
 
 def test_tensors_that_share_memory_and_slices_are_written_apart(tmp_path: Path) -> None:

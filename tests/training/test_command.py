@@ -9,8 +9,7 @@ import pytest
 from megabatch.cli import main
 from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
-from megabatch.training import TrainConfig, load_config, save_config, train
-from tests.training.conftest import MakeConfig
+from megabatch.training import TrainConfig, load_config, train
 
 
 def test_without_options_it_is_the_default() -> None:
@@ -93,14 +92,3 @@ def test_a_model_and_data_have_to_be_named(
 def test_in_python_too() -> None:
     with pytest.raises(UsageError, match="--model and --train-data: not given"):
         train(TrainConfig())
-
-
-def test_a_runs_own_configuration_repeats_it_elsewhere(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    save_config(make_config(tmp_path / "a", steps=2), tmp_path / "c.toml")
-    for name in ("a", "b"):
-        config = tmp_path / ("c.toml" if name == "a" else "a/config.toml")
-        assert main(["train", "--config", str(config), "--output", str(tmp_path / name)]) == 0
-    first, second = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("a", "b"))
-    assert first == second

@@ -11,28 +11,18 @@ import pytest
 from megabatch.training.interrupt import exit_code, signals_recorded
 
 
-def test_the_first_is_noted_and_the_second_ends_it() -> None:
-    with signals_recorded() as received:
-        assert received == []
-        os.kill(os.getpid(), signal.SIGINT)
-        assert received == [signal.SIGINT]
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
-def test_handlers_are_put_back() -> None:
+def test_the_first_is_noted_and_a_second_ctrl_c_ends_it() -> None:
     before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with signals_recorded() as received:
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert received == [signal.SIGTERM]
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
-
-
-def test_a_scheduler_may_repeat_itself() -> None:
-    with signals_recorded() as received:
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):  # as schedulers do
             os.kill(os.getpid(), number)
-        assert received[0] == signal.SIGUSR1
+        assert received[:2] == [signal.SIGUSR1, signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGINT)
+        assert received[-1] == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+    assert [exit_code(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == [130, 75, 75]
 
 
 def test_what_follows_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
@@ -51,7 +41,3 @@ def test_nothing_is_said_where_there_is_no_stream(
     with signals_recorded(announce=True) as received:
         os.kill(os.getpid(), signal.SIGINT)
         assert received == [signal.SIGINT]
-
-
-def test_exit_codes() -> None:
-    assert [exit_code(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == [130, 75, 75]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,18 +15,14 @@ from PIL import Image
 
 from megabatch.cli import main
 from megabatch.config.objective import create_objective
-from megabatch.config.problems import problems
 from megabatch.data import Batch
 from megabatch.models import create
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.encoders import CachedStep
 from megabatch.training.trainer import Trainer
 from tests.training.conftest import MakeConfig
+from tests.training.runs import signal_after, weights
 from tests.training.synthetic import batch_of
-
-
-def weights(config: TrainConfig) -> bytes:
-    return (config.output / "model.safetensors").read_bytes()
 
 
 @pytest.fixture
@@ -45,31 +40,17 @@ def test_the_run_is_that_of_early_decoding_also_when_continued(
     early: TrainConfig, late: TrainConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert train(early) == 0
-    assert train(late) == 0
-    assert weights(late) == weights(early)
-    stopped = replace(late, output=early.output.with_name("stopped"))
-    step = Trainer.train_step
     with monkeypatch.context() as patch:
-
-        def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
-            if self.step == 3:
-                os.kill(os.getpid(), signal.SIGINT)
-            return step(self, batch)
-
-        patch.setattr(Trainer, "train_step", train_step)
-        assert train(stopped) == 130
-    assert train(replace(stopped, resume=True)) == 0
-    assert weights(stopped) == weights(early)
+        signal_after(patch, 3, signal.SIGINT)
+        assert train(late) == 130
+    assert train(replace(late, resume=True)) == 0
+    assert weights(late.output) == weights(early.output)
 
 
-@pytest.mark.parametrize("locked", ["lock_image", "lock_text"])
-def test_late_decoding_with_locked_towers(
-    locked: str, early: TrainConfig, late: TrainConfig
-) -> None:
-    change = {locked: True, "steps": 3, "loss": "siglip"}
-    runs = [replace(config, **change) for config in (early, late)]
+def test_images_of_a_locked_tower_are_decoded_once(early: TrainConfig, late: TrainConfig) -> None:
+    runs = [replace(each, lock_image=True, steps=3, loss="siglip") for each in (early, late)]
     assert [train(config) for config in runs] == [0, 0]
-    assert weights(runs[0]) == weights(runs[1])
+    assert weights(early.output) == weights(late.output)
 
 
 def test_a_damaged_image_leaves_its_pair_out_and_is_told(
@@ -147,10 +128,3 @@ def test_decoding_that_fails_ends_the_run_with_a_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert "decoding: DataLoader worker" in line
     assert sorted(p.name for p in (late.output / "checkpoints").iterdir()) == ["step-00000003"]
-
-
-def test_what_cannot_be_decoded_late(late: TrainConfig) -> None:
-    assert problems(replace(late, workers=0)) == [
-        "--workers 0: expected at least 1 with --decode late, which is their work"
-    ]
-    assert Counter(problems(late)) == Counter()

@@ -20,16 +20,8 @@ def shard(tmp_path_factory):
     return str(write_shard(tmp_path_factory.mktemp("shards") / "pairs.tar", 20))
 
 
-SMALL = [
-    "plan",
-    "--model",
-    "glyph-small",
-    "--global-batch-size",
-    "512",
-    "--micro-batch-size",
-    "64",
-    "--no-torchcompile",
-]
+SIZES = ["--global-batch-size", "512", "--micro-batch-size", "64"]
+SMALL = ["plan", "--model", "glyph-small", "--no-torchcompile", *SIZES]
 
 
 def test_a_table_of_what_fits_here(capsys):

@@ -10,25 +10,21 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megabatch.config.file import to_dict
-from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, create
 from megabatch.training import load_config, train
 from tests.models.tiny import TINY
 from tests.training.conftest import MakeConfig
 
 RECIPES: dict[str, dict[str, Any]] = {
-    "lamb, bf16, locked image": {
+    "lamb, bf16, partly locked image": {
         **{"opt": "lamb", "ema_decay": 0.9, "lr_scaling": "sqrt", "lr_base_batch_size": 2},
-        **{"precision": "bf16", "lock_image": True},
-    },
-    "lars, locked text": {
-        **{"opt": "lars", "lr": 1.0, "lr_scheduler": "wsd", "lr_cooldown": 3},
-        **{"lock_text": True, "force_patch_dropout": 0.25, "force_context_length": 8},
-    },
-    "adafactor": {"opt": "adafactor", "loss": "siglip", "layer_decay": 0.7, "ema_decay": 0.5},
-    "lion, partly locked": {
-        **{"opt": "lion", "lr": 1e-4, "loss": "infonce", "infonce_margin": 0.1},
+        **{"precision": "bf16", "loss": "infonce", "infonce_margin": 0.1},
         **{"lock_image": True, "lock_image_unlocked_groups": 1},
+    },
+    "adafactor, locked text": {
+        **{"opt": "adafactor", "loss": "siglip", "layer_decay": 0.7, "ema_decay": 0.5},
+        **{"lr_scheduler": "wsd", "lr_cooldown": 3, "lock_text": True},
+        **{"force_patch_dropout": 0.25, "force_context_length": 8},
     },
     "sgd, fp16": {"opt": "sgd", "loss": "dcl", "matryoshka_dims": (8, 16), "precision": "fp16"},
 }
@@ -68,26 +64,3 @@ def test_a_locked_tower_leaves_a_run_as_it_came(make_config: MakeConfig, tmp_pat
     changed = {name for name, value in after.items() if not torch.equal(value, start[name])}
     assert changed
     assert not any(name.startswith("visual.") for name in changed)
-
-
-def test_impossible_choices_come_together_with_all_others(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(
-        tmp_path / "run", micro_batch_size=0, loss="dcl", duplicates="ignored", layer_decay=0.0
-    )
-    with pytest.raises(UsageError) as caught:
-        train(config)
-    reasons = str(caught.value).splitlines()[1:]
-    assert [reason.split(":")[0].strip(" -") for reason in reasons] == [
-        *("micro-batch-size 0", "layer-decay 0.0", "duplicates ignored")
-    ]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_cooldown_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", lr_scheduler="wsd", lr_cooldown=11)
-    with pytest.raises(
-        UsageError, match="--warmup 2: the run has only 1 step before its --lr-cooldown 11"
-    ):
-        train(config)

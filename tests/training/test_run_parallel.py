@@ -125,7 +125,7 @@ def config(make_config: MakeConfig, tmp_path: Path) -> TrainConfig:
     The bias of attention's keys has no gradient but rounding errors, which a larger `eps` than the
     usual one keeps Adam from magnifying.
     """
-    options: dict[str, Any] = {"lr": 1e-3, "eps": 1e-4, "checkpoint_every": 4}
+    options: dict[str, Any] = {"steps": 9, "lr": 1e-3, "eps": 1e-4, "checkpoint_every": 4}
     return make_config(tmp_path / "run", model=TINY_UNMASKED, **options)
 
 
@@ -147,9 +147,8 @@ def test_runs_of_two_processes_are_that_of_one(
     alone = replace(config, output=tmp_path / "alone")
     assert train(alone) == 0
     ddp = replace(config, output=tmp_path / "ddp", check_replicas_every=2)
-    unevaluated = replace(ddp, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
-    evaluated = {"evaluate": True, "val_data": config.train_data, "val_frequency": 5}
-    ddp, fsdp = replace(ddp, **evaluated), replace(unevaluated, **evaluated)
+    ddp = replace(ddp, evaluate=True, val_data=config.train_data, val_frequency=4)
+    fsdp = replace(ddp, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
     stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
     ctrl_c = replace(config, output=tmp_path / "ctrl-c")
     broken = replace(config, output=tmp_path / "broken", model="ViT-B32")
@@ -160,7 +159,6 @@ def test_runs_of_two_processes_are_that_of_one(
         ("SIGTERM", stopped),
         ("SIGINT", ctrl_c),
         ("", broken),
-        ("", replace(unevaluated, resume=True)),
         ("drift", drift),
     )
 
@@ -180,14 +178,14 @@ def test_runs_of_two_processes_are_that_of_one(
     assert evaluation["zero_shot"] == expected["zero_shot"]
     for run in (ddp, fsdp):  # and so they are during training
         validated = [json.loads(line) for line in (run.output / "validation.jsonl").open()]
-        assert list(dict.fromkeys(record["step"] for record in validated)) == [5, 10, 12]
+        assert list(dict.fromkeys(record["step"] for record in validated)) == [4, 8, 9]
         best = json.loads((run.output / "best/best.json").read_text())
         again = evaluate_run(run.output / "best", val_data=config.train_data)
         assert again["retrieval"]["pairs"]["model"][best["metric"][6:]] == best["value"]
 
     for run, (first, second), code in ((stopped, told[2], 75), (ctrl_c, told[3], 130)):
         assert (first["code"], second["code"]) == (code, code)
-        assert "interrupted after step 7 of 12" in first["out"]
+        assert "interrupted after step 7 of 9" in first["out"]
         assert second["out"] == second["err"] == ""
         assert sorted(p.name for p in (run.output / "checkpoints").iterdir())[-1] == "step-00000007"
 
@@ -196,10 +194,7 @@ def test_runs_of_two_processes_are_that_of_one(
     assert first["err"].count("ViT-B32") == 1
     assert second["err"] == ""
 
-    assert [rank["code"] for rank in told[5]] == [0, 0]
-    assert "continuing after step 12" in told[5][0]["out"]
-
-    first, second = told[6]
+    first, second = told[5]
     assert (first["code"], second["code"]) == (1, 1)
     assert "logit_scale (rank 0 against rank 1)" in first["err"]
     assert second["err"] == ""

@@ -159,13 +159,6 @@ def test_pairs_that_fill_no_batch_are_told_if_they_are_many(
     assert length_notes(config, pairs, steps) == ([] if note is None else [note])
 
 
-def test_a_warm_up_longer_than_the_run(make_config: MakeConfig, tmp_path: Path) -> None:
-    config = make_config(tmp_path / "run", warmup=13)
-    assert refused(config) == "--warmup 13: the run has only 12 steps"
-    config = make_config(tmp_path / "run", warmup=11, steps=None, epochs=2)
-    assert refused(config) == "--warmup 11: the run has only 10 steps"
-
-
 def test_epochs_make_as_many_steps_as_there_are_whole_batches(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -151,35 +151,26 @@ def test_an_unknown_metric_is_refused_before_anything_is_trained(
     assert not (config.output / "metrics.jsonl").exists()
 
 
-def test_a_lower_median_rank_is_better(tmp_path: Path) -> None:
+def test_what_is_better_and_what_is_not_compared(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("")
-    written: list[Path] = []
+    rank, written = "pairs/image_to_text/median_rank", list[Path]()
 
-    def offer(metric: str, value: float, step: int) -> bool:
-        return keep_best(tmp_path, (metric, None), value, step, written.append)
+    def offer(metric: str, data: str | None, *values: float) -> list[bool]:
+        return [
+            keep_best(tmp_path, (metric, data), value, step, written.append)
+            for step, value in enumerate(values)
+        ]
 
-    rank = "pairs/image_to_text/median_rank"
-    assert [offer(rank, value, step) for step, value in enumerate([9, 12, 9, 3])] == [
-        *(True, False, False, True)
-    ]
-    assert [offer(METRIC, value, step) for step, value in enumerate([0.1, 0.05, 0.2])] == [
-        *(True, False, True)  # of another metric
-    ]
+    assert offer(rank, None, 9, 12, 9, 3) == [True, False, False, True]
+    assert offer(METRIC, None, 0.1, 0.05, 0.2) == [True, False, True]  # of another metric
     (tmp_path / "best/best.json").write_text("{")
-    assert offer(METRIC, 0.0, 1)
+    assert offer(METRIC, None, 0.0) == [True]
     assert written == [tmp_path / "best/model.safetensors"] * 5
-
-
-def test_figures_of_other_data_are_not_compared(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text("")
-    offers = [("easy", 0.9), ("hard", 0.2), ("hard", 0.1), ("hard", 0.3)]
-    kept = [
-        keep_best(tmp_path, (METRIC, data), value, step, Path.touch)
-        for step, (data, value) in enumerate(offers)
+    assert offer(METRIC, "easy", 0.9) + offer(METRIC, "hard", 0.2, 0.1, 0.3) == [
+        *(True, True, False, True)  # of other data
     ]
-    assert kept == [True, True, False, True]
     (tmp_path / "best/best.json").write_text(f'{{"metric": "{METRIC}", "value": 0.5}}')
-    assert not keep_best(tmp_path, (METRIC, "hard"), 0.4, 4, Path.touch)
+    assert offer(METRIC, "hard", 0.4) == [False]
 
 
 @pytest.mark.usefixtures("no_report")

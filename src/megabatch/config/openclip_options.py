@@ -55,6 +55,8 @@ INSTEAD = {
     ),
     "--no-set-device-rank": "use --device cuda where each process sees one GPU",
     "--log-every-n-steps": "use --log-every STEPS",
+    "--use-bn-sync": "batch normalisation takes the statistics of each process's micro-batch; "
+    "leave it out, with a larger --micro-batch-size",
     "--siglip": "use --loss siglip",
     "--loss-dist-impl": "use --loss siglip; how ranks exchange features is chosen for you",
     "--fsdp": "use --parallel fsdp",

@@ -218,8 +218,6 @@ class TrainConfig:
     parallel: Annotated[Literal["ddp", "fsdp"], MAY_CHANGE] = "ddp"
     """With several processes (torchrun, srun): ddp replicates the model; fsdp (FSDP2) shards
     weights, optimizer state and gradients."""
-    use_bn_sync: bool = False
-    """With several GPUs: synchronise batch normalisation over the micro-batches of all of them."""
     dist_timeout: Annotated[int, Interval(at_least=1, at_most=10**8), MAY_CHANGE] = 600
     """Seconds after which processes stop waiting for one another; must exceed the time that a
     checkpoint takes."""

@@ -33,7 +33,7 @@ from megabatch.models.images import TorchResize
 from megabatch.models.layers import layer_ids, lock
 from megabatch.models.pooling import saved_pooling
 from megabatch.models.weights import load_tower
-from megabatch.training import batch_norm, evaluating, trackers
+from megabatch.training import evaluating, trackers
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
@@ -118,7 +118,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     transform = None
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
-        reasons += batch_norm.problems(config, world) + evaluating.problems(config, towers.first)
+        reasons += evaluating.problems(config, towers.first)
         notes += model_notes(config, towers)
         transform = _attempt(reasons, lambda: train_transform(config, towers))
     if reasons or dataset is None or towers is None or transform is None:

@@ -22,7 +22,6 @@ from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
 from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths
 from megabatch.torch_internals import is_compile_error
-from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep, ids_of
@@ -89,8 +88,6 @@ class Trainer:
         self.skipped = 0
         self._skipped_in_a_row = 0
         self.module = set_modes(module.to(device))
-        if config.use_bn_sync:
-            self.module = synchronise(self.module, self.world)
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         trimmed = (lengths or {}) if config.trim_texts else {}

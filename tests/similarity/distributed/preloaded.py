@@ -6,10 +6,12 @@ import atexit
 import contextlib
 import gc
 import importlib
+import sys
 import warnings
 
 from tests import interpreter
 
+sys.modules["wandb"] = None  # type: ignore[assignment]  # as in tests/conftest.py
 for name in (
     "torch.distributed.fsdp",
     "torch._dynamo",
@@ -20,6 +22,7 @@ for name in (
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
+del sys.modules["wandb"]
 
 interpreter.mend()
 
