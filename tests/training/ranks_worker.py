@@ -14,13 +14,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 
 from megabatch.cli import main
 from megabatch.data import Batch
 from megabatch.training.trainer import Trainer
-from megabatch.training.world import joined
-from tests.training.bn_towers import config_of, on_ranks
 
 
 def _all(folder: Path) -> None:
@@ -39,19 +36,6 @@ def _all(folder: Path) -> None:
         if dist.is_initialized():  # after an error nobody takes leave
             break
     (folder / f"codes-{rank}.json").write_text(json.dumps(codes))
-    _batch_norm(folder, sys.argv[2], told["ports"])
-
-
-def _batch_norm(folder: Path, device: str, ports: list[int]) -> None:
-    """Towers with synchronised batch normalisation: losses and rank 0's weights, to the folder."""
-    config = config_of(int(os.environ["WORLD_SIZE"]), 1, device=device)
-    for parallel, port in zip(("ddp", "fsdp"), ports, strict=True):
-        os.environ["MASTER_PORT"] = str(port)
-        with joined(config) as world:
-            losses, weights = on_ranks(world, parallel)
-            if world.main:
-                (folder / f"bn-{parallel}.json").write_text(json.dumps(losses))
-                save_file(weights, folder / f"bn-{parallel}.safetensors")
 
 
 _train_step = Trainer.train_step

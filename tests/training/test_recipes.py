@@ -18,7 +18,7 @@ from tests.training.conftest import MakeConfig
 
 RECIPES: dict[str, dict[str, Any]] = {
     "lamb, bf16, locked image": {
-        **{"opt": "lamb", "ema_decay": 0.9, "lr_scaling": "sqrt", "lr_base_batch_size": 2},
+        **{"opt": "lamb", "ema_decay": 0.9, "lr": 2e-3},
         **{"precision": "bf16", "lock_image": True},
     },
     "lars, locked text": {

@@ -22,7 +22,6 @@ from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
 from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths
 from megabatch.torch_internals import is_compile_error
-from megabatch.training.batch_norm import synchronise
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep, ids_of
@@ -89,8 +88,6 @@ class Trainer:
         self.skipped = 0
         self._skipped_in_a_row = 0
         self.module = set_modes(module.to(device))
-        if config.use_bn_sync:
-            self.module = synchronise(self.module, self.world)
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         trimmed = (lengths or {}) if config.trim_texts else {}
@@ -168,7 +165,6 @@ class Trainer:
             "scaler": self.scaler.state_dict(),
             "skipped_steps": self.skipped,
             "micro_batch": self.micro_batch.state(),
-            "kept_activations": self.kept.state(),
         }
         optimizer = state_tensors(self.module, self.optimizer)
         if self.ema is not None:
@@ -203,10 +199,9 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
-        self.skipped = checkpoint.state.get("skipped_steps", 0)  # absent in early versions
-        if self.micro_batch.load_state(checkpoint.state.get("micro_batch", {})):
+        self.skipped = checkpoint.state["skipped_steps"]
+        if self.micro_batch.load_state(checkpoint.state["micro_batch"]):
             self._divide(self.micro_batch.rows)
-        self.kept.load_state(checkpoint.state.get("kept_activations", {}))
 
     def _divide(self, rows: int) -> None:
         """Divide batches into micro-batches of this many rows from now on."""
