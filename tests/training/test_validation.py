@@ -22,9 +22,9 @@ from megabatch.evaluation.classification import Ranked
 from megabatch.evaluation.table import ACCURACY
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig, checkpoint, evaluating, train
+from megabatch.training.evaluating import Validation, figures, keep_best
 from megabatch.training.setup import prepare
 from megabatch.training.trackers import Trackers
-from megabatch.training.validation import Validation, figures, keep_best
 from megabatch.training.world import World
 from tests.training.conftest import MakeConfig
 from tests.training.runs import logged, signal_after, weights
@@ -178,8 +178,6 @@ def test_figures_of_other_data_are_not_compared(tmp_path: Path) -> None:
         for step, (data, value) in enumerate(offers)
     ]
     assert kept == [True, True, False, True]
-    (tmp_path / "best/best.json").write_text(f'{{"metric": "{METRIC}", "value": 0.5}}')
-    assert not keep_best(tmp_path, (METRIC, "hard"), 0.4, 4, Path.touch)
 
 
 @pytest.mark.usefixtures("no_report")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from megabatch.config.settings import TrainConfig
 
 _LINE_EVERY = 10.0  # seconds, if the output is a file
 
@@ -50,38 +46,6 @@ class Meter:
         seconds, waited = self.seconds - self._since[0], self.waited - self._since[1]
         self._since = self.seconds, self.waited
         return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
-
-
-def collapse_advice(records: Sequence[Mapping[str, float]], config: TrainConfig) -> str:
-    """A line on a run whose loss says that all features are the same; "" for any other run.
-
-    Args:
-        records: the run's, of metrics.jsonl.
-        config: its settings.
-    """
-    if config.loss not in ("clip", "infonce") or config.matryoshka_dims:
-        return ""  # their loss of equal features is another one
-    if config.duplicates == "ignored":
-        return ""  # each row has candidates of its own
-    candidates = config.global_batch_size * (1 + config.hard_negatives)
-    collapsed = math.log(candidates)
-    # Equal features have the loss ln(candidates), and no gradient. A healthy run may begin near
-    # this loss, but with gradients that are among its largest. So a run has collapsed if, in the
-    # later half of its records, at least ten, the loss is within 0.5% of that of equal features
-    # and the gradient's norm below 1% of the run's largest.
-    later = records[len(records) // 2 :]
-    largest = max((record.get("grad_norm", math.inf) for record in records), default=0.0)
-    flat = all(
-        abs(record.get("loss", math.inf) - collapsed) < 0.005 * collapsed
-        and record.get("grad_norm", math.inf) < 0.01 * largest < math.inf
-        for record in later
-    )
-    if len(later) < 10 or not flat:
-        return ""
-    return (
-        f"the run has collapsed: its loss stays at ln({candidates:,}) = {collapsed:.2f}, that of "
-        "equal features (a lower --lr, a longer --warmup or --grad-clip-norm may help)"
-    )
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -13,7 +13,7 @@ from tests import interpreter
 for name in (
     "torch.distributed.fsdp",
     "torch._dynamo",
-    "megabatch.training.session",
+    "megabatch.training.run",
     "matplotlib.pyplot",
     "open_clip",
     "sklearn.linear_model",
