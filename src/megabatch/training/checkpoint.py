@@ -81,7 +81,13 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         _flush_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(_not_written(folder, checkpoint, error)) from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        older = _newest_first(folder)
+        left = f"{older[0]} is intact" if older else "there is no earlier one"
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; "
+            f"{left}"
+        ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -182,12 +188,3 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _not_written(folder: Path, checkpoint: Checkpoint, error: Exception) -> str:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    older = _newest_first(folder)
-    left = f"{older[0]} is intact" if older else "there is no earlier one"
-    return (
-        f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; {left}"
-    )

@@ -294,7 +294,7 @@ class Search:
         assert self._room is not None
         most = max(self.tried)
         trial = self.tried[most]
-        of_pair = (3 + _ROUNDS) * (trial.first + trial.second)  # seconds of a trial
+        of_pair = (2 + _ROUNDS) * (trial.first + trial.second)  # seconds of a trial
         compilation = max(0.0, self._last - most * of_pair)
         seconds = self._elapsed + size * of_pair + compilation
         return seconds <= SECONDS and trial.peak * size / most <= self._room
@@ -370,13 +370,14 @@ class Trials:
         rows = slice(0, size)
         whole = {tower: texts.batch[rows] for tower, texts in self._sorted.items()}
         largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
-        self._graph(largest)
+        self._passes(largest)
         largest_bytes = sum(tensor.nbytes for tensor in largest.values())
         middle = divided(self._pairs, size, self._sorted)[-(-self._pairs // size) // 2]
         inputs = self._inputs(middle, copies)
-        graph = self._graph(inputs)
-        self._both_passes(inputs)
-        first, second = min((self._both_passes(inputs) for _ in range(_ROUNDS)), key=sum)
+        self._passes(inputs)
+        first, second, graph = min(
+            (self._passes(inputs) for _ in range(_ROUNDS)), key=lambda figures: sum(figures[:2])
+        )
         pairs = middle.rows.stop - middle.rows.start
         # Another micro-batch's inputs are on their way while one is computed.
         return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + largest_bytes)
@@ -390,28 +391,24 @@ class Trials:
         }
         return {tower: part[: rows.stop - rows.start] for tower, part in copies.items()} | cut
 
-    def _graph(self, inputs: dict[str, Tensor]) -> int:
-        """The bytes of a graph; also runs its backward pass."""
-        before = self._gauge.allocated()
-        with self._autocast():
-            outputs = self._trained(inputs)
-            graph = self._gauge.allocated() - before
-            _backward(outputs)
-        self.features = next(t.detach() for t in outputs if t.ndim == 2)
-        return graph
-
-    def _both_passes(self, inputs: dict[str, Tensor]) -> tuple[float, float]:
-        """Seconds of the first pass and of the rest of a step over a micro-batch."""
-        start = self._gauge.seconds()
+    def _passes(self, inputs: dict[str, Tensor]) -> tuple[float, float, int]:
+        """Seconds of the first pass over a micro-batch and of the rest of a step; graph's bytes."""
+        gauge = self._gauge
+        start = gauge.seconds()
         with torch.no_grad(), self._autocast():
             self._trained(inputs)
-        middle = self._gauge.seconds()
+        middle = gauge.seconds()
         with self._autocast():
             if self._locked is not None:
                 with torch.no_grad():
                     self._encode({self._locked: inputs[self._locked]})
-            _backward(self._trained(inputs))
-        return middle - start, self._gauge.seconds() - middle
+            before = gauge.allocated()
+            outputs = self._trained(inputs)
+            graph = gauge.allocated() - before
+            trained = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
+        self.features = next(t.detach() for t in outputs if t.ndim == 2)
+        return middle - start, gauge.seconds() - middle, graph
 
     def _trained(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         return self._encode({t: part for t, part in inputs.items() if t != self._locked})
@@ -419,11 +416,6 @@ class Trials:
     def _encode(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         outputs = self._module(inputs.get("image"), inputs.get("text"))
         return [output for output in outputs.values() if output is not None]
-
-
-def _backward(outputs: list[Tensor]) -> None:
-    trained = [output for output in outputs if output.requires_grad]
-    torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
 
 
 @contextlib.contextmanager

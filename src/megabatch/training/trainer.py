@@ -124,7 +124,11 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         statistics = [buffer.clone() for buffer in self._statistics]
         with self._compilable():
-            self._find_micro_batch(batch)
+            known, layout = bool(self.optimizer.state), self.layout
+            if self.micro_batch.find(
+                self._step, batch, layout, self._autocast, optimizer_state=known
+            ):
+                self._divide(self.micro_batch.rows)
             loss, norm = self._gradients_in_memory(batch, statistics)
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
             self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
@@ -217,14 +221,6 @@ class Trainer:
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
-
-    def _find_micro_batch(self, batch: Batch) -> None:
-        """Measure the size of micro-batches, if that is still to be done."""
-        if self.micro_batch.find(
-            *(self._step, batch, self.layout, self._autocast),
-            optimizer_state=bool(self.optimizer.state),
-        ):
-            self._divide(self.micro_batch.rows)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
