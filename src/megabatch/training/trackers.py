@@ -255,10 +255,14 @@ class Trackers(AbstractContextManager["Trackers"]):
 
 def problems(config: TrainConfig) -> list[str]:
     """Trackers of the configuration whose libraries are not installed, each with its extra."""
+    libraries = {"wandb": ["wandb"], "mlflow": ["mlflow"]}  # this module imports TensorBoard
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        libraries["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
     return [
-        f"--report-to {name}: {missing(name, 'watch')}"
+        f"--report-to {name}: {missing(library, 'watch')}"
         for name in tracker_names(config)
-        if name != "tensorboard" and not _installed(name)  # this module imports TensorBoard
+        for library in libraries.get(name, ())
+        if not _installed(library)
     ]
 
 
