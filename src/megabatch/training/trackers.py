@@ -258,12 +258,12 @@ def problems(config: TrainConfig) -> list[str]:
     libraries = {"wandb": ["wandb"], "mlflow": ["mlflow"]}  # this module imports TensorBoard
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         libraries["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
-    return [
-        f"--report-to {name}: {missing(library, 'watch')}"
-        for name in tracker_names(config)
-        for library in libraries.get(name, ())
-        if not _installed(library)
-    ]
+    reasons = []
+    for name in tracker_names(config):
+        absent = [library for library in libraries.get(name, ()) if not _installed(library)]
+        if absent:
+            reasons.append(f"--report-to {name}: {missing(absent[0], 'watch')}")
+    return reasons
 
 
 def _installed(library: str) -> bool:
