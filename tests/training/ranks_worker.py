@@ -1,4 +1,4 @@
-"""What each process of `torchrun -m tests.training.ranks_worker FOLDER DEVICE` does: runs.
+"""What each process of `torchrun -m tests.training.ranks_worker FOLDER` does: runs.
 
 FOLDER/jobs.json lists for each run the file of its configuration, whether it is resumed, the step
 in which rank 1 gets a SIGTERM (or null), and a port. FOLDER/codes-RANK.json tells how each ended.
@@ -28,8 +28,7 @@ def _all(folder: Path) -> None:
     # this was started.
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     codes = []
-    told = json.loads((folder / "jobs.json").read_text())
-    for job in told["runs"]:
+    for job in json.loads((folder / "jobs.json").read_text()):
         os.environ["MASTER_PORT"] = str(job["port"])
         _stop_in(job["stop"] if rank == 1 else None)
         codes.append(main(["train", "--config", job["config"], *["--resume"] * job["resume"]]))

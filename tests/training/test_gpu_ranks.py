@@ -1,6 +1,6 @@
 """Whole runs of several GPUs under torchrun, over NCCL.
 
-One start of the processes serves all checks. On the CPU: test_run_parallel, test_batch_norm.
+One start of the processes serves all checks. On the CPU: test_run_parallel.
 """
 
 from __future__ import annotations
@@ -88,19 +88,22 @@ def _torchrun(
     size: int, jobs: list[tuple[TrainConfig, int | None]], folder: Path
 ) -> tuple[str, dict[str, list[int]]]:
     listed = []
-    stores = [new_store() for _ in range(len(jobs) + 2)]  # one keeps what an earlier group said
-    ports = [store.port for store in stores]
+    stores = [new_store() for _ in jobs]  # one keeps what an earlier group said
     for number, (config, stop) in enumerate(jobs):
         path = folder / f"{number}.toml"
         save_config(config, path)
         listed.append(
-            {"config": str(path), "resume": config.resume, "stop": stop, "port": ports[number]}
+            {
+                "config": str(path),
+                "resume": config.resume,
+                "stop": stop,
+                "port": stores[number].port,
+            }
         )
-    jobs_file = {"runs": listed}
-    (folder / "jobs.json").write_text(json.dumps(jobs_file))
+    (folder / "jobs.json").write_text(json.dumps(listed))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker"]
-    command += [str(folder), "cuda"]
+    command += [str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240

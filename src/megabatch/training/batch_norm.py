@@ -26,9 +26,11 @@ def explanation(module: nn.Module, config: TrainConfig, world: World) -> str:
     if not layers:
         return ""
     rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // world.size))
-    alone = " on each process alone, and keeps rank 0's running statistics" * (world.size > 1)
+    alone = ""
+    if world.size > 1:
+        alone = " on each process alone, and keeps rank 0's running statistics"
     return (
         f"warning: {config.model} has batch normalisation ({plural(layers, 'layer')}). It "
-        f"normalises over {plural(rows, 'pair')} at a time{alone}: --micro-batch-size changes what "
-        "is learnt"
+        f"normalises over {plural(rows, 'pair')} at a time{alone}: --micro-batch-size changes "
+        "what is learnt"
     )
