@@ -288,7 +288,6 @@ def test_help_has_every_option_of_training_in_a_group(helps: dict[int, str]) -> 
         assert f"\n  --{field.name.replace('_', '-')}" in text
     for group in ("model", "data", "loss", "optimizer", "learning rate", "precision"):
         assert f"\n\n{group}:\n" in text
-    assert "--lr-base-batch-size" in text.split("\n  --lr X")[1].split("\n  --")[0]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -139,15 +139,43 @@ def on_all_ranks(work: Callable[[], T], group: object) -> T:
     Raises:
         UsageError: on all ranks, if it was raised on one.
     """
-    result, problem = None, ""
+    result, error = None, None
     try:
         result = work()
-    except UsageError as error:
-        problem = str(error)
-    for rank, message in enumerate(all_gather_values(problem, group)):
-        if message:
-            raise UsageError(message if rank == 0 else f"{message} (rank {rank})")
+    except UsageError as caught:
+        error = caught
+    raise_on_all_ranks(error, group)
     return cast(T, result)
+
+
+def raise_on_all_ranks(error: UsageError | None, group: object) -> None:
+    """Return on all ranks, or raise on all if any has an error.
+
+    Raises:
+        UsageError: with every rank's error and the first one's exit code; rank 0's own one if there
+            is no other.
+    """
+    code = getattr(error, "exit_code", 2) if error else 0
+    codes, texts = zip(*all_gather_values((code, str(error or "")), group), strict=True)
+    if not any(codes):
+        return
+    if set(texts) <= {texts[0], ""}:
+        told = texts[0]
+    else:
+        told = "; ".join(f"{who}: {text}" for text, who in ranks_by_value(texts).items() if text)
+    if error is not None and is_first(group) and told == str(error):
+        raise error
+    common = UsageError(told)
+    common.exit_code = next(filter(None, codes))  # type: ignore[attr-defined]
+    raise common
+
+
+def ranks_by_value(values: Sequence[Hashable]) -> dict[Any, str]:
+    """The ranks that have each value, such as "ranks 0, 1", by the value."""
+    ranks: dict[Hashable, list[str]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(str(rank))
+    return {v: f"rank{'s' * (len(who) > 1)} {', '.join(who)}" for v, who in ranks.items()}
 
 
 def _device(name: str) -> torch.device:

@@ -14,7 +14,6 @@ from megabatch.training import TrainConfig
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("lr_base_batch_size", 0),
         ("force_image_size", 0),
         ("force_context_length", -1),
         ("lr_cooldown_end", -1.0),
@@ -92,16 +91,6 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
             {"lr_cooldown_end": 1e-5},
             "--lr-cooldown-end 1e-05: --lr-scheduler cosine does not use it; expected "
             "--lr-scheduler const-cooldown or --lr-scheduler wsd",
-        ),
-        (
-            {"lr_scheduler": "wsd", "lr_cooldown_shape": "cosine", "lr_cooldown_power": 2.0},
-            "--lr-cooldown-power 2.0: --lr-cooldown-shape cosine does not use it; expected "
-            "--lr-cooldown-shape power",
-        ),
-        (
-            {"lr_base_batch_size": 32768},
-            "--lr-base-batch-size 32768: --lr-scaling none does not use it; expected "
-            "--lr-scaling sqrt or --lr-scaling linear",
         ),
         (
             {"momentum": 0.5},

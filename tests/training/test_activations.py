@@ -23,7 +23,7 @@ from megabatch.planning import plan
 from megabatch.planning.micro_batches import kept_count
 from megabatch.planning.plan import graph_bytes
 from megabatch.training import micro_batch, train
-from megabatch.training.micro_batch import KeptActivations, room_for_graphs
+from megabatch.training.micro_batch import KeptActivations
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.models.tiny import TINY
@@ -146,12 +146,6 @@ def test_shorter_texts_leave_room_for_more_micro_batches() -> None:
     assert kept_count([(0, 3)], 3, 0) == kept_count([(9, 3)], 3, -20) == 0
     runs = [(40, 9), (20, 3)]
     assert [kept_count(runs, 12, limit) for limit in (59, 60, 99, 141)] == [2, 3, 3, 5]
-
-
-def test_room_is_never_more_than_either_phase_leaves() -> None:
-    memory = StepMemory({}, 20)
-    assert room_for_graphs(memory, graph=5, usable=100, peak=22) == 80
-    assert room_for_graphs(memory, graph=5, usable=100, peak=60) == 45
 
 
 class Full(nn.Module):

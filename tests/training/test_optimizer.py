@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -24,7 +23,6 @@ from megabatch.training.optimizer import (
     learning_rate,
     load_state_tensors,
     parameter_groups,
-    peak_learning_rate,
     set_learning_rate,
     state_tensors,
     warmup_steps,
@@ -172,14 +170,6 @@ WSD = {"lr_scheduler": "wsd", "lr_cooldown": 4, "warmup": 0}
         ({"lr": 5.0, **WSD, "warmup": 2, "lr_cooldown_end": 1.0}, [2.5, 5, 5, 5, 5, 5, 5, 4, 3, 2]),
         ({**WSD, "lr_scheduler": "const-cooldown"}, [1, 1, 1, 0.75, 0.5, 0.25]),
         ({**WSD, "lr_cooldown_power": 2.0}, [1, 1, 1, 9 / 16, 1 / 4, 1 / 16]),
-        (
-            {**WSD, "lr_cooldown_shape": "1-sqrt"},
-            [1, 1, 1, 0.5, 1 - ROOT, 1 - 0.75**0.5],
-        ),
-        (
-            {**WSD, "lr_cooldown_shape": "cosine"},
-            [1, 1, 1, 0.5 + ROOT / 2, 0.5, 0.5 - ROOT / 2],
-        ),
     ],
 )
 def test_learning_rates_of_all_steps(changes: dict[str, Any], rates: list[float]) -> None:
@@ -210,17 +200,6 @@ def test_a_fifth_of_the_run_is_the_fall_unless_said() -> None:
     assert cooldown_steps(config, 11) == 1  # never into the warm-up
     assert cooldown_steps(config, 10) == 1
     assert learning_rate(config, 9, 10) == config.lr
-
-
-@pytest.mark.parametrize(("scaling", "factor"), [("none", 1), ("sqrt", 2), ("linear", 4)])
-def test_the_peak_grows_with_the_batch(scaling: Any, factor: int) -> None:
-    config = TrainConfig(
-        lr=0.5, lr_scaling=scaling, lr_base_batch_size=1024, global_batch_size=4096, warmup=1
-    )
-    assert peak_learning_rate(config) == pytest.approx(0.5 * factor)
-    assert learning_rate(config, 0, 10) == pytest.approx(0.5 * factor)
-    smaller = replace(config, global_batch_size=256)
-    assert peak_learning_rate(smaller) == pytest.approx(0.5 / factor)
 
 
 def moved(module: nn.Module, seed: int) -> None:

@@ -97,13 +97,6 @@ def test_open_clip_and_another_run_load_what_was_trained(
     assert not torch.equal(open_clip.create_model(TINY).visual.proj, model.visual.proj)
 
 
-def test_a_collapsed_run_says_so(
-    make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(make_config(tmp_path / "run", steps=24, lr=1.0, checkpoint_every=0)) == 0
-    assert "the run has collapsed: its loss stays at ln(8) = 2.08" in capsys.readouterr().out
-
-
 def test_what_was_skipped_is_told_names_are_printed_as_they_are_and_commands_can_be_pasted(
     make_config: MakeConfig, pictures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

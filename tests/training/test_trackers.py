@@ -8,8 +8,6 @@ import shutil
 import signal
 import struct
 import sys
-import threading
-import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -69,18 +67,6 @@ def curves_of(records: list[Any]) -> dict[str, list[tuple[int, float]]]:
                 point = (record.history.step.num, json.loads(item.value_json))
                 found.setdefault(name, []).append(point)
     return found
-
-
-def test_event_files_are_in_the_order_of_their_runs(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(tmp_path / "run")
-    folder = config.output / "tensorboard"
-    folder.mkdir(parents=True)
-    earlier = folder / f"events.out.tfevents.{int(time.time()):010d}.~"  # after any host's name
-    earlier.touch()
-    trackers.TensorBoard(config, 0).close("finished")
-    assert min(folder.iterdir()) == earlier
 
 
 @pytest.mark.usefixtures("no_report")
@@ -193,28 +179,6 @@ def test_a_tracker_that_cannot_start_is_left_out(
     assert (sound.steps, sound.ended) == ([1], "failed")
 
 
-def test_a_full_disk_is_told_without_a_traceback_of_tensorboard_s_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: object, data: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    tracebacks: list[object] = []
-    monkeypatch.setattr(threading, "excepthook", tracebacks.append)
-    told: list[str] = []
-    with Trackers() as started:
-        started.start(TrainConfig(output=tmp_path), 0, told.append)
-        monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
-        while not told:  # the thread fails at the first one, and then the next call does
-            started.step({"step": 1, "loss": 1.0})
-        failing = threading.Thread(target=full, args=(None, b""))
-        failing.start()
-        failing.join()
-    told_of = "--report-to tensorboard failed, going on without it: [Errno 28] No space left on"
-    assert told == [f"{told_of} device"]
-    assert [each.thread for each in tracebacks] == [failing]  # type: ignore[attr-defined]
-
-
 def test_the_launchers_signal_does_not_cut_off_the_end_of_trackers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +226,7 @@ def test_mlflow_reports_what_its_thread_could_not_send(
             return Run(RunInfo(run, "0", "me", "RUNNING", 0, None, "active"), RunData())
 
         def log_batch(self, run: str, metrics: Any = (), params: Any = ()) -> None:
-            assert len(params) <= 100
+            assert len(params) <= 100  # as many as a server takes
             if metrics:
                 raise ConnectionError(f"no {metrics[0].key}")
 

@@ -22,9 +22,9 @@ from megabatch.evaluation.classification import Ranked
 from megabatch.evaluation.table import ACCURACY
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig, checkpoint, evaluating, train
+from megabatch.training.evaluating import Validation, figures, keep_best
 from megabatch.training.setup import prepare
 from megabatch.training.trackers import Trackers
-from megabatch.training.validation import Validation, figures, keep_best
 from megabatch.training.world import World
 from tests.training.conftest import MakeConfig
 from tests.training.runs import logged, signal_after, weights

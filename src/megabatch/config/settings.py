@@ -169,22 +169,14 @@ class TrainConfig:
     opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
     """The optimizer."""
     lr: Annotated[float, ABOVE_0] = 1e-3
-    """Peak learning rate at a batch size of lr_base_batch_size. For a pretrained text encoder (hf:)
-    the default is 2e-5."""
-    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
-    """How the peak grows with the batch size: lr * (global_batch_size / lr_base_batch_size) ** p
-    with p = 0, 1/2 or 1."""
-    lr_base_batch_size: Annotated[int, AT_LEAST_1] = 4096
-    """The batch size that lr is meant for; used by lr_scaling only."""
+    """Peak learning rate. For a pretrained text encoder (hf:) the default is 2e-5."""
     lr_scheduler: Literal["cosine", "const", "const-cooldown", "wsd"] = "cosine"
     """After the warm-up: decay to zero along half a cosine; stay constant; or stay constant and
     decay at the end (const-cooldown, also called wsd)."""
     lr_cooldown: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
     """Steps of the decay at the end of const-cooldown. Default: a fifth of the run."""
-    lr_cooldown_shape: Annotated[Literal["power", "1-sqrt", "cosine"], MAY_CHANGE] = "power"
-    """Shape of that decay: (1 - x) ** lr_cooldown_power, 1 - sqrt(x), or half a cosine."""
     lr_cooldown_power: Annotated[float, ABOVE_0, MAY_CHANGE] = 1.0
-    """Exponent of the power shape; 1 is linear."""
+    """Exponent of that decay, (1 - x) ** lr_cooldown_power; 1 is linear."""
     lr_cooldown_end: Annotated[float, AT_LEAST_0, MAY_CHANGE] = 0.0
     """Final learning rate of that decay."""
     layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
@@ -274,8 +266,8 @@ class TrainConfig:
     keep_checkpoints: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 2
     """Number of checkpoints to keep, the newest ones."""
     evaluate: Annotated[bool, MAY_CHANGE] = False
-    """Evaluate on val_data at the end, as `megabatch eval` does: on all processes if each can read
-    the output folder, otherwise on rank 0 alone. On if val_data is given."""
+    """Evaluate on val_data at the end, as `megabatch eval` does, on all processes, which must be
+    able to read the output folder. On if val_data is given."""
     val_data: Annotated[str | None, MAY_CHANGE] = None
     """Held-out pairs to evaluate on, as for `megabatch eval --val-data`, with the columns of
     train_data. Default, if the training data are the glyphs: glyphs that were held out."""

@@ -7,7 +7,7 @@ from megabatch.imports import lazy
 if TYPE_CHECKING:
     from megabatch.config.file import load_config, save_config
     from megabatch.config.settings import TrainConfig
-    from megabatch.training.session import train
+    from megabatch.training.run import train
 
 __all__ = ["TrainConfig", "load_config", "save_config", "train"]
 

@@ -6,13 +6,10 @@ flushed to the disk and renamed: a folder with the final name is complete. `stat
 size and SHA-256 of the other two files, so that later damage is found before anything is loaded.
 
 **With several ranks** (DDP, FSDP2) rank 0 gathers full tensors, one at a time over the devices, and
-writes this same format. Rank 0 alone reads it and sends the others their parts. So a checkpoint is
-independent of the number of ranks and of the layout, only rank 0 needs access to the disk, and a
-single rename commits it. The formats of torch.distributed.checkpoint are not used: its own one
-unpickles `.metadata` in FileSystemReader, and a pickle can run code; HuggingFaceStorageWriter
-writes safetensors, but with several ranks either without an index, so that a missing shard goes
-unnoticed, or all bytes twice, and neither is atomic. Its advantage, parallel writing, matters from
-tens of billions of parameters on: two towers of 5 billion with AdamW's state are 60 GB.
+writes this same format; it alone reads it and sends the others their parts. So a checkpoint is
+independent of the number of ranks and of the layout, and a single rename commits it. The formats of
+torch.distributed.checkpoint have a pickle, or shards that can be missing unnoticed, and are not
+atomic; their advantage, parallel writing, matters from tens of billions of parameters on.
 """
 
 from __future__ import annotations
@@ -84,7 +81,13 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         _flush_folder(folder)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(_not_written(folder, checkpoint, error)) from error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        older = _newest_first(folder)
+        left = f"{older[0]} is intact" if older else "there is no earlier one"
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; "
+            f"{left}"
+        ) from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -185,12 +188,3 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _not_written(folder: Path, checkpoint: Checkpoint, error: Exception) -> str:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    older = _newest_first(folder)
-    left = f"{older[0]} is intact" if older else "there is no earlier one"
-    return (
-        f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; {left}"
-    )

@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
         check(config, given)
         if not config.resume and (reasons := folder_problems(config)):
             raise UsageError(name_defaults(all_of(reasons), given))
-    from megabatch.training.session import train  # imports torch, which --help does not need
+    from megabatch.training.run import train  # imports torch, which --help does not need
     from megabatch.training.world import command_again
 
     again = argv if config.resume else [*argv, "--resume"]

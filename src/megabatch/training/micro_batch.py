@@ -48,9 +48,7 @@ WITHOUT_GAIN = 2
 SECONDS = 100.0
 
 _SAMPLE = 64  # pairs of a batch, repeated, that a micro-batch of one shape consists of
-_SPREAD = 3  # micro-batches of a batch that are timed, from its longest texts to its shortest
-_ROUNDS = 3  # timed repetitions, at most
-_ENOUGH = 0.5  # seconds of timed repetitions after which no other one follows
+_ROUNDS = 3  # timed repetitions
 
 
 class Gauge:
@@ -84,12 +82,12 @@ class Gauge:
 
 @dataclass(frozen=True)
 class Trial:
-    """The measurements of one size.
+    """The measurements of one size, on a micro-batch with texts of medium length.
 
     Attributes:
         first: seconds per pair of a forward pass without a graph.
         second: seconds per pair of the second pass, and of a locked tower's forward pass.
-        graph: bytes of a micro-batch's activations, with texts of medium length.
+        graph: bytes of a micro-batch's activations.
         peak: the most bytes in addition to those before.
     """
 
@@ -258,7 +256,7 @@ class Search:
             return size
         in_vain = 0
         while size * 2 < self._largest and in_vain < WITHOUT_GAIN:
-            best = self._fastest()
+            best = min(map(self.seconds, self.tried))
             if not self._promising(size * 2) or not self._fits(size * 2):
                 break
             size *= 2
@@ -286,23 +284,15 @@ class Search:
             f"through the towers with {rates})"
         )
 
-    def _fastest(self) -> float:
-        return min(map(self.seconds, self.tried))
-
     def _promising(self, size: int) -> bool:
         """Whether a size should fit, in memory and in time, by the largest one that was tried."""
         assert self._room is not None
         most = max(self.tried)
         trial = self.tried[most]
-        compilation = max(0.0, self._last - self._duration(most, trial))
-        seconds = self._elapsed + self._duration(size, trial) + compilation
+        of_pair = (2 + _ROUNDS) * (trial.first + trial.second)  # seconds of a trial
+        compilation = max(0.0, self._last - most * of_pair)
+        seconds = self._elapsed + size * of_pair + compilation
         return seconds <= SECONDS and trial.peak * size / most <= self._room
-
-    def _duration(self, size: int, trial: Trial) -> float:
-        """Seconds that the trial of a size takes with the speed of another, without compilation."""
-        once = size * (trial.first + trial.second)
-        repetition = once * min(_SPREAD, -(-self._largest // size))
-        return 2 * once + repetition + min(_ROUNDS * repetition, repetition + _ENOUGH)
 
     def _fits(self, size: int) -> bool:
         """Try a size on all ranks, and keep its measurements: the largest of all ranks."""
@@ -366,7 +356,7 @@ class Trials:
         return None
 
     def _measured(self, size: int) -> Trial:
-        gauge, count = self._gauge, -(-self._pairs // size)
+        gauge = self._gauge
         before = gauge.allocated()
         copies = {
             tower: sample.repeat(-(-size // len(sample)), *[1] * (sample.ndim - 1))[:size]
@@ -375,23 +365,17 @@ class Trials:
         rows = slice(0, size)
         whole = {tower: texts.batch[rows] for tower, texts in self._sorted.items()}
         largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
-        self._graph(largest)
-        inputs = sum(tensor.nbytes for tensor in largest.values())
-        spread = min(count, _SPREAD) if self._sorted else 1
-        # All micro-batches of whole texts are the same, except the last one, which may be smaller.
-        places = [int((i + 0.5) * count / spread) if self._sorted else 0 for i in range(spread)]
-        micro_batches = divided(self._pairs, size, self._sorted)
-        timed_ones = [micro_batches[i] for i in places]
-        parts = [self._inputs(micro_batch, copies) for micro_batch in timed_ones]
-        graph = self._graph(parts[spread // 2])
-        self._both_passes(parts)
-        timed = [self._both_passes(parts)]
-        while len(timed) < _ROUNDS and sum(map(sum, timed)) < _ENOUGH:
-            timed.append(self._both_passes(parts))
-        pairs = sum(each.rows.stop - each.rows.start for each in timed_ones)
-        first, second = min(timed, key=sum)
+        self._passes(largest)
+        largest_bytes = sum(tensor.nbytes for tensor in largest.values())
+        middle = divided(self._pairs, size, self._sorted)[-(-self._pairs // size) // 2]
+        inputs = self._inputs(middle, copies)
+        self._passes(inputs)
+        first, second, graph = min(
+            (self._passes(inputs) for _ in range(_ROUNDS)), key=lambda figures: sum(figures[:2])
+        )
+        pairs = middle.rows.stop - middle.rows.start
         # Another micro-batch's inputs are on their way while one is computed.
-        return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + inputs)
+        return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + largest_bytes)
 
     def _inputs(self, micro_batch: MicroBatch, copies: dict[str, Tensor]) -> dict[str, Tensor]:
         """Inputs of each tower for a micro-batch, on the device."""
@@ -402,30 +386,24 @@ class Trials:
         }
         return {tower: part[: rows.stop - rows.start] for tower, part in copies.items()} | cut
 
-    def _graph(self, inputs: dict[str, Tensor]) -> int:
-        """The bytes of a graph; also runs its backward pass."""
-        before = self._gauge.allocated()
-        with self._autocast():
-            outputs = self._trained(inputs)
-            graph = self._gauge.allocated() - before
-            _backward(outputs)
-        self.features = next(t.detach() for t in outputs if t.ndim == 2)
-        return graph
-
-    def _both_passes(self, parts: list[dict[str, Tensor]]) -> tuple[float, float]:
-        """Seconds of the first pass and of the rest of a step over these micro-batches."""
-        start = self._gauge.seconds()
+    def _passes(self, inputs: dict[str, Tensor]) -> tuple[float, float, int]:
+        """Seconds of the first pass over a micro-batch and of the rest of a step; graph's bytes."""
+        gauge = self._gauge
+        start = gauge.seconds()
         with torch.no_grad(), self._autocast():
-            for inputs in parts:
-                self._trained(inputs)
-        middle = self._gauge.seconds()
+            self._trained(inputs)
+        middle = gauge.seconds()
         with self._autocast():
-            for inputs in parts:
-                if self._locked is not None:
-                    with torch.no_grad():
-                        self._encode({self._locked: inputs[self._locked]})
-                _backward(self._trained(inputs))
-        return middle - start, self._gauge.seconds() - middle
+            if self._locked is not None:
+                with torch.no_grad():
+                    self._encode({self._locked: inputs[self._locked]})
+            before = gauge.allocated()
+            outputs = self._trained(inputs)
+            graph = gauge.allocated() - before
+            trained = [output for output in outputs if output.requires_grad]
+            torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
+        self.features = next(t.detach() for t in outputs if t.ndim == 2)
+        return middle - start, gauge.seconds() - middle, graph
 
     def _trained(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         return self._encode({t: part for t, part in inputs.items() if t != self._locked})
@@ -433,11 +411,6 @@ class Trials:
     def _encode(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         outputs = self._module(inputs.get("image"), inputs.get("text"))
         return [output for output in outputs.values() if output is not None]
-
-
-def _backward(outputs: list[Tensor]) -> None:
-    trained = [output for output in outputs if output.requires_grad]
-    torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
 
 
 @contextlib.contextmanager
@@ -539,8 +512,12 @@ class KeptActivations:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         graphs = [*map(sum, zip(*memory.graphs.values(), strict=True))]
-        # Not the largest: the first one has autocast's casts of weights, too.
-        room = room_for_graphs(memory, int(statistics.median(graphs)), *gpu_memory(self._device))
+        usable, peak = gpu_memory(self._device)
+        # The graphs stay in memory during the loss, in addition to all that the step had until its
+        # second pass. They go backward before others are encoded, so the second pass's own graph is
+        # one of them: the median, as the first one has autocast's casts of weights, too.
+        second_pass = peak - int(statistics.median(graphs))
+        room = usable - max(memory.peak_before_second_pass, second_pass)
         # Micro-batches have equal tokens, so all graphs would be as much larger.
         self.choose(graphs, int(room / longer_texts))
 
@@ -592,12 +569,3 @@ def gpu_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that tensors can have in total on a GPU, and the allocator's peak."""
     usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     return int(usable * (1 - FRAGMENTATION)), torch.cuda.max_memory_allocated(device)
-
-
-def room_for_graphs(memory: StepMemory, graph: int, usable: int, peak: int) -> int:
-    """Bytes that waiting graphs can take, after a step without any.
-
-    They stay in memory during the loss, in addition to all that the step had until its second pass.
-    They go backward before others are encoded, so the second pass's own graph is one of them.
-    """
-    return usable - max(memory.peak_before_second_pass, peak - graph)

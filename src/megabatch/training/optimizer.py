@@ -7,15 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from megabatch.config.settings import TrainConfig
 from megabatch.models.layers import layer_ids
 
 #: Steps of the warm-up of a run that is long enough and sets none.
 DEFAULT_WARMUP = 20
-
-_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}  # by lr_scaling
 
 # A group's own settings; its other entries that are no defaults of the optimizer are state.
 _SETTINGS = ("params", "lr_scale")
@@ -28,7 +25,7 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     Each group has "lr_scale", a factor of the learning rate (see `set_learning_rate`).
 
     "adamw" (Loshchilov and Hutter 2019, arXiv 1711.05101) is torch's, fused; "sgd" is torch's, with
-    Nesterov momentum, fused but for DTensors and fp16. The others are timm's, which update several
+    Nesterov momentum. The others are timm's, which update several
     tensors at once where its release can: "lamb" (You et al. 2020, arXiv 1904.00962), with its
     internal gradient clipping off, so that only `grad_clip_norm` clips; "lars" (You et al. 2017,
     arXiv 1708.03888); "adafactor" (Shazeer and Stern 2018, arXiv 1804.04235) as in Big Vision (Zhai
@@ -40,16 +37,10 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     if config.opt == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
     if config.opt == "sgd":
-        # DTensors have no fused SGD; with None they take the form of several tensors at once. And
-        # after a first step that an fp16 overflow skips, the fused one's momentum is uninitialised.
-        sharded = any(isinstance(p, DTensor) for p in module.parameters())
-        return torch.optim.SGD(
-            groups,
-            lr=lr,
-            momentum=config.momentum,
-            nesterov=config.momentum > 0,
-            fused=None if sharded or config.precision == "fp16" else True,
-        )
+        # Not fused: DTensors have no such SGD, and after a first step that an fp16 overflow skips
+        # its momentum is uninitialised.
+        nesterov = config.momentum > 0
+        return torch.optim.SGD(groups, lr=lr, momentum=config.momentum, nesterov=nesterov)
     from timm import optim  # imports torchvision, which the others do not need
 
     if config.opt == "lamb":
@@ -161,9 +152,9 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     It rises linearly to the peak in `warmup_steps`. Then "cosine" follows half a cosine that
     would reach zero at `total_steps`; "const" stays constant; "const-cooldown" (also called "wsd",
     warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395) stays constant until the last
-    `cooldown_steps`, in which it decays to `config.lr_cooldown_end`.
+    `cooldown_steps`, in which it decays to `lr_cooldown_end` as (1 - x) ** `lr_cooldown_power`.
     """
-    peak, warmup = peak_learning_rate(config), warmup_steps(config, total_steps)
+    peak, warmup = config.lr, warmup_steps(config, total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     if config.lr_scheduler == "const":
@@ -176,18 +167,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     if into < 0:
         return peak
     end = config.lr_cooldown_end
-    return end + (peak - end) * _cooldown_factor(config, into / length)
-
-
-def peak_learning_rate(config: TrainConfig) -> float:
-    """`lr` scaled by the batch size: lr * (global_batch_size / lr_base_batch_size) ** p.
-
-    p is 0 for "none"; 1/2 for "sqrt", which keeps the noise of an Adam-like step (Krizhevsky 2014,
-    arXiv 1404.5997; Malladi et al. 2022, arXiv 2205.10287); 1 for "linear" (Goyal et al. 2017,
-    arXiv 1706.02677), meant for SGD.
-    """
-    ratio = config.global_batch_size / config.lr_base_batch_size
-    return config.lr * float(ratio ** _POWER[config.lr_scaling])
+    return end + (peak - end) * float((1 - into / length) ** config.lr_cooldown_power)
 
 
 def warmup_steps(config: TrainConfig, total_steps: int) -> int:
@@ -202,12 +182,3 @@ def cooldown_steps(config: TrainConfig, total_steps: int) -> int:
     if config.lr_cooldown is not None:
         return config.lr_cooldown
     return max(1, min(total_steps // 5, total_steps - warmup_steps(config, total_steps)))
-
-
-def _cooldown_factor(config: TrainConfig, done: float) -> float:
-    """The factor of the cooldown's height, from 1 at its beginning to 0 at its end."""
-    if config.lr_cooldown_shape == "1-sqrt":  # Haegele et al. 2024, arXiv 2405.18392
-        return 1 - math.sqrt(done)
-    if config.lr_cooldown_shape == "cosine":
-        return (1 + math.cos(math.pi * done)) / 2
-    return float((1 - done) ** config.lr_cooldown_power)

@@ -10,7 +10,6 @@ every micro-batch.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.errors import UsageError
 from megabatch.models.blocks import blocks
-from megabatch.training.world import World, ranks_by_value
+from megabatch.ranks import ranks_by_value
+from megabatch.training.world import World
 
 
 class ReplicasDiffer(UsageError):
@@ -196,31 +196,24 @@ def check_replicas(module: nn.Module, world: World) -> None:
     Raises:
         ReplicasDiffer: on every rank; names the tensors and the ranks that disagree.
     """
-    tensors = _replicated(module)
+    own = {id(buffer) for buffer in running_statistics(module)}
+    tensors = {
+        name: tensor.detach()
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if id(tensor) not in own and not isinstance(tensor, DTensor) and tensor.numel()
+    }
     if world.size == 1 or not tensors:
         return
     sums = torch.stack([_checksum(tensor) for tensor in tensors.values()]).tolist()
-    digest = hashlib.sha256(repr(sums).encode()).hexdigest()
-    if len(set(world.gather(digest))) == 1:
-        return
     table = zip(tensors, zip(*world.gather(sums), strict=True), strict=True)
     differ = [
         f"{name} ({' against '.join(ranks_by_value(found).values())})"
         for name, found in table
         if len(set(found)) > 1
     ]
-    more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-    raise ReplicasDiffer(f"parameters differ between ranks: {', '.join(differ[:5])}{more}")
-
-
-def _replicated(module: nn.Module) -> dict[str, Tensor]:
-    own = {id(buffer) for buffer in running_statistics(module)}
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {
-        name: tensor.detach()
-        for name, tensor in named
-        if id(tensor) not in own and not isinstance(tensor, DTensor) and tensor.numel()
-    }
+    if differ:
+        more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
+        raise ReplicasDiffer(f"parameters differ between ranks: {', '.join(differ[:5])}{more}")
 
 
 def _checksum(tensor: Tensor) -> Tensor:

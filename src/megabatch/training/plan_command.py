@@ -13,11 +13,10 @@ from megabatch.config.resolve import name_defaults, resolve
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
 from megabatch.hints import Interval, is_reference, parse_bytes
-from megabatch.planning.speeds import DATASHEETS, Speeds
+from megabatch.planning.speeds import DATASHEETS
 
 if TYPE_CHECKING:
     from megabatch.models import Towers
-    from megabatch.planning.machine import Machine
     from megabatch.planning.micro_batches import TextLengths
     from megabatch.planning.plan import Planner
 
@@ -55,9 +54,6 @@ class PlanOptions:
     """GPUs of a host of another machine."""
     nic_gbps: Annotated[float, Interval(above=0)] = 400.0
     """Gigabits per second of the network for each GPU, of which 88% count."""
-    nvlink_gigabytes: Annotated[float | None, Interval(above=0)] = None
-    """Gigabytes per second that a GPU receives within a host in a collective. Default: 324, as
-    measured on H200s, or in proportion to the datasheet of --gpu-name."""
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
     """Tokens of a micro-batch's longest text, where texts are trimmed (trim_texts). Default: as the
     texts of --train-data in order of length, or all that the model takes."""
@@ -85,24 +81,34 @@ def main(argv: list[str]) -> int:
     for note in notes:
         print(note, file=sys.stderr)
     # --help and errors import as little as possible
+    from megabatch.planning.machine import other_machine, this_machine
     from megabatch.planning.plan import Planner
     from megabatch.planning.show import print_plan, to_json
     from megabatch.terminal import plain_console
     from megabatch.training.setup import build_towers
 
-    towers, machine = build_towers(config), _machine(options, config, memory)
+    towers, gpus = build_towers(config), options.gpus
+    if memory is None:
+        machine = this_machine(resolve_device(config.device), gpus)
+    else:
+        machine = other_machine(gpus, memory, options.gpu_name, options.gpus_per_node)
     files, lengths = _data(config, towers, options)
     planner = Planner(config, towers, machine, files, lengths)
     if options.probe:
         planner = _probed(planner)
     if planner.speeds is not None:
-        planner = replace(planner, speeds=_with_network(planner.speeds, options))
+        network = NIC_SHARE * 1e9 / 8 * options.nic_gbps
+        planner = replace(planner, speeds=replace(planner.speeds, network=network))
     plan = planner.planned()
     planner = replace(planner, config=plan.config)
     most = planner.largest_batch() if plan.fits and machine.device == "cuda" else None
     tried = planner.search() if options.search else []
     if options.search and plan.step is None:
-        raise UsageError(f"--search: the time of a step is not known {_unknown(planner)}")
+        why = f"with --loss {config.loss}" if is_reference(config.loss) else "with --precision fp32"
+        if planner.speeds is None:
+            of = machine.name or ("this GPU" if machine.device == "cuda" else "the CPU")
+            why = f"on {of}"
+        raise UsageError(f"--search: the time of a step is not known {why}")
     if options.json:
         found = {"largest_batch_size": most, "search": [to_json(one) for one in tried]}
         print(json.dumps({**to_json(plan), **found}, indent=1))
@@ -111,36 +117,25 @@ def main(argv: list[str]) -> int:
     return 0 if plan.fits else 1
 
 
-def _unknown(planner: Planner) -> str:
-    """The reason why a plan has no time."""
-    config, machine = planner.config, planner.machine
-    if planner.speeds is None:
-        return f"on {machine.name or ('this GPU' if machine.device == 'cuda' else 'the CPU')}"
-    return f"with --loss {config.loss}" if is_reference(config.loss) else "with --precision fp32"
-
-
 def _data(
     config: TrainConfig, towers: Towers, options: PlanOptions
 ) -> tuple[float | None, TextLengths | None]:
     """The mean bytes of image files that are decoded late, and lengths of texts, if they count."""
-    from megabatch.data.late import mean_bytes
-    from megabatch.planning.micro_batches import TextLengths, sampled_lengths
-    from megabatch.training.setup import open_data
+    from megabatch.planning.micro_batches import TextLengths
+    from megabatch.training.setup import data_for_plan, open_data
 
-    late, tokens, lengths = config.decode == "late", options.text_tokens, None
-    cut = config.trim_texts and bool(towers.lengths) and tokens is None
-    if tokens is not None:
-        lengths = TextLengths(dict.fromkeys(towers.lengths, (tokens,)))
-    if not (late or (cut and config.train_data)):
-        return None, lengths
+    late, tokens = config.decode == "late", options.text_tokens
+    given = None if tokens is None else TextLengths(dict.fromkeys(towers.lengths, (tokens,)))
+    if not (late or (config.train_data and tokens is None)):
+        return None, given
     try:
-        data = open_data(config)
+        files, lengths = data_for_plan(config, open_data(config), towers)
     except UsageError as error:
         if late:
             raise
         print(f"the lengths of texts are not known: {error}", file=sys.stderr)
         return None, None
-    return mean_bytes(data) if late else None, sampled_lengths(data, towers) if cut else lengths
+    return files, given or lengths
 
 
 def _memory(options: PlanOptions) -> int | None:
@@ -150,29 +145,12 @@ def _memory(options: PlanOptions) -> int | None:
             return parse_bytes(options.gpu_memory)
         except ValueError as error:
             raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
-    if not options.gpu_name:
-        return None
-    if sheet := DATASHEETS.get(options.gpu_name):  # "A100-SXM4-40GB" is another one
-        return sheet.capacity
-    raise UsageError(
-        f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
-        f"--gpu-memory too{did_you_mean(options.gpu_name, DATASHEETS)}"
-    )
-
-
-def _machine(options: PlanOptions, config: TrainConfig, memory: int | None) -> Machine:
-    from megabatch.planning.machine import other_machine, this_machine
-
-    if memory is None:
-        return this_machine(resolve_device(config.device), options.gpus)
-    return other_machine(options.gpus, memory, options.gpu_name, options.gpus_per_node)
-
-
-def _with_network(speeds: Speeds, options: PlanOptions) -> Speeds:
-    nvlink = speeds.nvlink
-    if options.nvlink_gigabytes is not None:
-        nvlink = 1e9 * options.nvlink_gigabytes
-    return replace(speeds, nvlink=nvlink, network=NIC_SHARE * 1e9 / 8 * options.nic_gbps)
+    if options.gpu_name and options.gpu_name not in DATASHEETS:  # "A100-SXM4-40GB" is another one
+        raise UsageError(
+            f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
+            f"--gpu-memory too{did_you_mean(options.gpu_name, DATASHEETS)}"
+        )
+    return DATASHEETS[options.gpu_name].capacity if options.gpu_name else None
 
 
 def _probed(planner: Planner) -> Planner:

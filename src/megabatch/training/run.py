@@ -1,4 +1,4 @@
-"""A run in progress: the loop over steps with logs and checkpoints, and the exported weights."""
+"""A training run: everything from a configuration to an exit code."""
 
 from __future__ import annotations
 
@@ -13,28 +13,141 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megabatch.config.file import save_config
+from megabatch.config.resolve import Given
 from megabatch.config.settings import TrainConfig, activation_bytes, tracker_names
 from megabatch.data import Batch
-from megabatch.errors import UsageError, plural
+from megabatch.data.late import DecodingStopped
+from megabatch.errors import OutOfMemory, UsageError, one_line, plural
 from megabatch.evaluation.run_folder import read_metrics
 from megabatch.hints import is_reference
-from megabatch.planning.plan import NoPlan, graph_bytes
-from megabatch.training import checkpoint
+from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
+from megabatch.planning.plan import graph_bytes
+from megabatch.ranks import Gone
+from megabatch.terminal import plain_console
+from megabatch.training import checkpoint, evaluating
 from megabatch.training.batch_norm import explanation
 from megabatch.training.checkpoint import Checkpoint, CheckpointError
-from megabatch.training.interrupt import signals_recorded
-from megabatch.training.log import (
-    Display,
-    Meter,
-    collapse_advice,
-    duration,
-    memory_bytes,
-)
+from megabatch.training.interrupt import Ended, exit_code, signals_end, signals_recorded
+from megabatch.training.log import Display, Meter, collapse_advice, duration, memory_bytes
 from megabatch.training.parallel import check_replicas
-from megabatch.training.setup import Setup
+from megabatch.training.run_folder import own_folder
+from megabatch.training.setup import Setup, data_for_plan, prepare
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import Trainer, TrainingStopped
-from megabatch.training.validation import Validation, in_words, record
+from megabatch.training.world import World, joined
+
+
+def train(
+    config: TrainConfig,
+    *,
+    resume_command: str = "the same with --resume",
+    given: Given | None = None,
+) -> int:
+    """Train as configured, into the folder `config.output`.
+
+    If `torchrun` or `srun` started several processes, each of them calls this and they train
+    together; rank 0 writes files and prints.
+
+    Args:
+        config: the run's settings. Of two that conflict, the one from the weaker source changes,
+            and a line says so.
+        resume_command: the command to print after an interruption.
+        given: the sources of the settings. By default, values other than the defaults count as
+            options.
+
+    Returns:
+        0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL) for
+        SIGTERM and SIGUSR1, which the same command with --resume continues.
+
+    Raises:
+        UsageError: the configuration is invalid (nothing was started), or the run had to stop, such
+            as TrainingStopped, CheckpointError, OutOfMemory, Gone (another process).
+        SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
+    """
+    with Trackers() as trackers:
+        try:
+            with joined(config) as world, _told_once(world):
+                console = plain_console(quiet=not world.main)
+                setup = prepare(config, world, given=given)
+                config = setup.config
+                step, received = _train(setup, console, trackers, resume_command)
+                del setup  # its memory is for the evaluation
+                if config.evaluate and not received:
+                    with _continued(console, resume_command):
+                        evaluating.evaluate(config, step, world, console, trackers)
+        except Ended as ended:
+            trackers.ended = "interrupted"
+            return int(str(ended.code))
+        if received:
+            trackers.ended = "interrupted"
+    return exit_code(received) if received else 0
+
+
+def _train(
+    setup: Setup, console: Console, trackers: Trackers, resume_command: str
+) -> tuple[int, int]:
+    """Train; returns the steps done, and the signal that ended it, or 0."""
+    config, world = setup.config, setup.world
+    for note in setup.notes:
+        console.print(note)
+    if config.plan != "off":
+        world.attempt(lambda: _plan(setup, console))
+    with contextlib.ExitStack() as stack:
+        own = own_folder(config) if world.main else contextlib.nullcontext()
+        world.attempt(lambda: stack.enter_context(own))
+        try:
+            run = Run(setup, console, trackers)
+            received, step = run.train(), run.trainer.step
+            if received:
+                console.print(
+                    f"interrupted after step {step:,} of {setup.total_steps:,}; continue with: "
+                    f"{resume_command}"
+                )
+                return step, received
+            with _continued(console, resume_command):
+                run.finish()
+        except OSError as error:  # a full disk, in the run's own folder
+            raise TrainingStopped(f"{config.output}: {error.strerror or error}") from error
+    return step, 0
+
+
+@contextlib.contextmanager
+def _told_once(world: World) -> Iterator[None]:
+    """Let rank 0 alone print an error that all ranks raise."""
+    try:
+        yield
+    except UsageError as error:
+        if world.main or isinstance(error, (Gone, DecodingStopped, OutOfMemory)):
+            raise  # no other rank knows of it
+        raise SystemExit(getattr(error, "exit_code", 2)) from error
+
+
+@contextlib.contextmanager
+def _continued(console: Console, resume_command: str) -> Iterator[None]:
+    """What follows the last step; a signal ends it, and a line says how to continue."""
+    try:
+        with signals_end():
+            yield
+    except Ended:
+        console.print(f"interrupted after the last step; continue with: {resume_command}")
+        raise
+
+
+def _plan(setup: Setup, console: Console) -> None:
+    """Print the memory plan; raise a UsageError if a step cannot fit and `plan` says to refuse."""
+    config, world = setup.config, setup.world
+    try:
+        machine = this_machine(world.device, world.size)
+        files, lengths = data_for_plan(config, setup.loader.dataset, setup.towers)
+        plan = make_plan(config, setup.towers, machine, file_bytes=files, lengths=lengths)
+    except NoPlan as error:
+        console.print(str(error))
+        return
+    print_plan(plan, console)
+    if plan.fits:
+        return
+    if (config.plan or ("refuse" if world.device.type == "cuda" else "warn")) == "refuse":
+        raise UsageError(f"{plan.problem} (--plan warn starts nevertheless)")
 
 
 class Run:
@@ -67,9 +180,11 @@ class Run:
         self.meter = Meter(0.0, 0.0)
         self._saved_step: int | None = None
         self._checkpoints = self.folder / "checkpoints"
-        self._validation: Validation | None = None
+        self._validation: evaluating.Validation | None = None
         if self.config.val_frequency:
-            self._validation = self.world.attempt(lambda: Validation(self.config, self.world))
+            self._validation = self.world.attempt(
+                lambda: evaluating.Validation(self.config, self.world)
+            )
         if self.config.resume:
             self._restore()
         self._place = self.loader.state_dict()  # in the data, after the last step
@@ -140,9 +255,14 @@ class Run:
         weights = self.trainer.weights()
         figures = self._validation.figures(weights)
         if self.world.main:
+            found = ", ".join(
+                f"{name} {value:.2%}"
+                for name, value in figures.items()
+                if name.endswith(("recall@1", "top1"))
+            )
             seconds = duration(time.perf_counter() - started)
-            self.console.print(f"step {step}: {in_words(figures)} (evaluated in {seconds})")
-            record(
+            self.console.print(f"step {step}: {found} (evaluated in {seconds})")
+            evaluating.record(
                 *(self.config, step, figures),
                 lambda path: checkpoint.save_tensors(weights, path),
                 *(self.trackers, self.console),
@@ -155,26 +275,19 @@ class Run:
             UsageError: a rank failed to read its data; a checkpoint has been saved.
         """
         failure: UsageError | None = None
-        rows = 0
         try:
             batch = next(batches)
-            rows = len(batch)
         except UsageError as error:  # its exit code would say that nothing was started
             failure = error if hasattr(error, "exit_code") else TrainingStopped(str(error))
         except (OSError, RuntimeError) as error:  # DataLoader raises a RuntimeError for workers
-            failure = TrainingStopped(f"reading data: {' '.join(str(error).split())[:500]}")
+            failure = TrainingStopped(f"reading data: {one_line(error, 500)}")
             failure.__cause__ = error
         own = signals[0] if signals else 0
-        status = self.world.gather((own, failure is not None, rows))
-        received, failed, shares = zip(*status, strict=True)
+        status = self.world.gather((own, failure is not None))
+        received, failed = zip(*status, strict=True)
         if any(failed):
             self._save(last=True)
             self.world.raise_if_any(failure)
-        if sum(shares) > self.config.global_batch_size:
-            raise TrainingStopped(
-                f"the ranks' parts of a batch have {plural(sum(shares), 'pair')}, expected "
-                f"{self.config.global_batch_size}"
-            )
         # Of several kinds SIGTERM counts, whose number is the largest.
         return max(received), batch
 
@@ -243,20 +356,18 @@ class Run:
         made = self.trainer.checkpoint(
             loader=self._place, seconds=self.meter.seconds, waited=self.meter.waited
         )
-        error = self._write(made) if self.world.main else None
+        error: CheckpointError | None = None
+        try:
+            if self.world.main:
+                checkpoint.save(self._checkpoints, made, keep=self.config.keep_checkpoints)
+        except CheckpointError as caught:
+            error = caught
         if last:
             self.world.raise_if_any(error)
         # All ranks must agree on whether it was saved, or they would diverge at the next one.
         if self.world.from_main(error is None):
             self._saved_step = step
         self.console.print(f"{error}; going on") if error else None
-
-    def _write(self, made: Checkpoint) -> CheckpointError | None:
-        try:
-            checkpoint.save(self._checkpoints, made, keep=self.config.keep_checkpoints)
-        except CheckpointError as error:
-            return error
-        return None
 
     def _export(self, state: dict[str, Tensor], path: Path) -> None:
         error: UsageError | None = None
@@ -268,37 +379,36 @@ class Run:
         self.world.raise_if_any(error)
 
     def _restore(self) -> None:
+        """Continue from the newest checkpoint, which rank 0 reads for all."""
         found = self.world.attempt(self._read)
         state = self.world.from_main(None if found is None else found.state)
         if state is None:
             self.console.print(f"{self.folder} has no checkpoint yet: beginning at step 0")
             return
-        if state["step"] > self.trainer.total_steps:
+        before, now = state["total_steps"], self.trainer.total_steps
+        if state["step"] > now:
             raise TrainingStopped(
                 f"--resume: the run has done {plural(state['step'], 'step')} already, more than "
-                f"the {self.trainer.total_steps} that were requested"
+                f"the {now} that were requested"
             )
-        if state["total_steps"] != self.trainer.total_steps:
+        if before != now:
             self.console.print(
-                f"the run's length changes from {state['total_steps']} to "
-                f"{plural(self.trainer.total_steps, 'step')}, and the learning rate schedule with "
-                "it"
+                f"the run's length changes from {before} to {plural(now, 'step')}, and the "
+                "learning rate schedule with it"
             )
         self.world.attempt(lambda: self.loader.load_state_dict(state["loader"]))
         self.trainer.restore(found or Checkpoint({}, {}, state))
-        self.meter = Meter(state["seconds"], state.get("waited", 0.0))
+        self.meter = Meter(state["seconds"], state["waited"])
         self._saved_step = self.trainer.step
 
     def _read(self) -> Checkpoint | None:
         if not self.world.main:
             return None
         checkpoint.remove_partial(self._checkpoints)
-        found = checkpoint.load_newest(self._checkpoints)
-        if found is None:
-            return None
-        for reason in found[1]:
+        found, skipped = checkpoint.load_newest(self._checkpoints) or (None, [])
+        for reason in skipped:
             self.console.print(f"{reason}; using the previous one")
-        return found[0]
+        return found
 
     def _announce(self) -> None:
         config, trainer = self.config, self.trainer
@@ -315,11 +425,10 @@ class Run:
                 f"  these images are only copied, by one thread; none of the {config.workers} "
                 "workers is started"
             )
-        for line in getattr(self.loader.dataset, "shares", []):
-            self.console.print(f"  {line}")
-        for line in getattr(self.loader.dataset, "notes", []):
-            self.console.print(f"  note: {line}")
-        for line in self.loader.report():  # known damage, before hours of training
+        data = self.loader.dataset
+        notes = [f"note: {line}" for line in getattr(data, "notes", [])]
+        # With known damage, before hours of training.
+        for line in [*getattr(data, "shares", []), *notes, *self.loader.report()]:
             self.console.print(f"  {line}")
         if warning := explanation(trainer.module, config, self.world):
             self.console.print(warning)

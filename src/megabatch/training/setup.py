@@ -23,6 +23,7 @@ from megabatch.config.resolve import (
 )
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
+from megabatch.data.late import mean_bytes
 from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
@@ -33,6 +34,7 @@ from megabatch.models.images import TorchResize
 from megabatch.models.layers import layer_ids, lock
 from megabatch.models.pooling import saved_pooling
 from megabatch.models.weights import load_tower
+from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
@@ -271,6 +273,15 @@ def open_data(config: TrainConfig) -> PairDataset:
             negatives=config.hard_negatives > 0,
             negative_column=config.csv_negative_key,
         )
+
+
+def data_for_plan(
+    config: TrainConfig, dataset: PairDataset, towers: Towers
+) -> tuple[float | None, TextLengths | None]:
+    """Mean bytes of image files that are decoded late, and lengths of texts, if they count."""
+    cut = config.trim_texts and towers.lengths
+    files = mean_bytes(dataset) if config.decode == "late" else None
+    return files, sampled_lengths(dataset, towers) if cut else None
 
 
 def build_towers(config: TrainConfig) -> Towers:

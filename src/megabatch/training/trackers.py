@@ -8,20 +8,18 @@ and the run goes on without that tracker.
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import re
 import secrets
 import signal
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
 
@@ -31,7 +29,7 @@ from megabatch import files
 from megabatch.config.file import to_dict
 from megabatch.config.settings import TrainConfig, tracker_names
 from megabatch.errors import one_line
-from megabatch.imports import MissingLibrary, missing, named_extras
+from megabatch.imports import missing
 
 Ended = Literal["finished", "interrupted", "failed"]
 
@@ -39,7 +37,6 @@ _METRICS, _VALIDATION = "metrics.jsonl", "validation.jsonl"
 _NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 _PROJECT = "megabatch"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME has another
 _IDS = "trackers.json"  # in the run's folder: the run's id in each tracker
-_ONE_BATCH = 100  # parameters that MLflow takes at a time
 
 
 class Tracker(Protocol):
@@ -56,9 +53,8 @@ class TensorBoard:
     """Event files in RUN/tensorboard; points after the resumed step are removed."""
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
-        folder = config.output / "tensorboard"
-        _wait_for_another_second(folder)
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        folder = str(config.output / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=resumed_step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -66,18 +62,6 @@ class TensorBoard:
 
     def close(self, ended: Ended) -> None:
         self._writer.close()
-
-
-def _wait_for_another_second(folder: Path) -> None:
-    """Wait until the name of a new event file comes after those that there are.
-
-    TensorBoard reads files in the order of their names, which begin with the second. Of two files
-    of one second, the resumed run's may come first; then the other one removes its points.
-    """
-    names = [path.name for path in folder.glob("events.out.tfevents.*")]
-    latest = max((name.split(".")[3] for name in names), default="")
-    while f"{int(time.time()):010d}" == latest:
-        time.sleep(0.02)
 
 
 class WeightsAndBiases:
@@ -88,7 +72,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
-        wandb = _library("wandb")
+        import wandb
+
         self._run = wandb.init(
             id=_own_id(config.output, "wandb", lambda: secrets.token_hex(4)),
             resume="allow",
@@ -133,9 +118,8 @@ class Mlflow:
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)
         run = self._client.create_run(experiment, run_name=config.output.name).info.run_id
-        settings = iter(to_dict(config).items())
-        while some := [Param(key, str(value)) for key, value in islice(settings, _ONE_BATCH)]:
-            self._client.log_batch(run, params=some)
+        settings = [Param(key, str(value)) for key, value in to_dict(config).items()]
+        self._client.log_batch(run, params=settings)
         return str(run)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -180,17 +164,11 @@ class Trackers(AbstractContextManager["Trackers"]):
     of steps after the resumed one, left by a process that was killed, are removed first, as these
     steps are repeated. A tracker that fails is left out from then on.
 
-    A context: at its end all are closed, after an error as failed, otherwise as `ended`. Meanwhile
-    SIGTERM is ignored: `torchrun` sends it to this process as soon as another rank has ended, when
-    trackers may still have to send numbers and the reason of the end is not printed yet.
-
-    Inside, no traceback is printed of TensorBoard's thread, as on a full disk: the next call raises
-    its error.
+    A context: at its end all are closed, after an error as failed, otherwise as `ended`.
     """
 
     def __init__(self) -> None:
         self.ended: Ended = "finished"
-        self._excepthook = threading.excepthook
         self._open: dict[str, Tracker] = {}
         self._warn: Callable[[str], None] = print
         self._folder = Path()
@@ -252,28 +230,17 @@ class Trackers(AbstractContextManager["Trackers"]):
         for name, tracker in list(self._open.items()):
             self._attempt(name, partial(tracker.scalars, values, step))
 
-    def __enter__(self) -> Trackers:
-        self._excepthook = threading.excepthook
-        threading.excepthook = partial(_report_of_thread, self._excepthook)
-        return self
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with contextlib.suppress(OSError):  # told by `last_step`, or after an error that says more
             self.last_step()
-        try:
-            if self._open:
-                self._close(self.ended if kind is None else "failed")
-        finally:
-            threading.excepthook = self._excepthook
-
-    def _close(self, ended: Ended) -> None:
+        if not self._open:
+            return
+        # torchrun sends SIGTERM as soon as another rank has ended, when there may still be numbers
+        # to send, and the reason of the end is not printed yet.
         handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        try:
-            for name, tracker in list(self._open.items()):
-                self._attempt(name, partial(tracker.close, ended))
-        finally:
-            signal.signal(signal.SIGTERM, handler)
-        self._open.clear()
+        for name, tracker in list(self._open.items()):
+            self._attempt(name, partial(tracker.close, self.ended if kind is None else "failed"))
+        signal.signal(signal.SIGTERM, handler)
 
     def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:
         self._open[name] = TRACKERS[name](config, resumed_step)
@@ -286,41 +253,23 @@ class Trackers(AbstractContextManager["Trackers"]):
             self._warn(f"--report-to {name} failed, going on without it: {one_line(error, 200)}")
 
 
-def _report_of_thread(
-    report: Callable[[threading.ExceptHookArgs], Any], failure: threading.ExceptHookArgs
-) -> None:
-    """Report an exception that ended a thread, unless the thread is of TensorBoard's writers."""
-    if not type(failure.thread).__module__.startswith("tensorboard."):
-        report(failure)
-
-
 def problems(config: TrainConfig) -> list[str]:
     """Trackers of the configuration whose libraries are not installed, each with its extra."""
+    libraries = {"wandb": ["wandb"], "mlflow": ["mlflow"]}  # this module imports TensorBoard
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        libraries["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
     reasons = []
     for name in tracker_names(config):
-        try:
-            for library in _libraries(name):
-                _library(library)
-        except MissingLibrary as error:
-            reasons.append(f"--report-to {name}: {error}")
+        absent = [library for library in libraries.get(name, ()) if not _installed(library)]
+        if absent:
+            reasons.append(f"--report-to {name}: {missing(absent[0], 'watch')}")
     return reasons
 
 
-def _libraries(tracker: str) -> tuple[str, ...]:
-    if tracker == "tensorboard":
-        return ()  # this module imports it
-    if tracker == "mlflow" and not os.environ.get("MLFLOW_TRACKING_URI"):
-        return tracker, "sqlalchemy", "alembic"  # for the file, and no part of mlflow-skinny
-    return (tracker,)
-
-
-def _library(name: str) -> Any:
-    with named_extras("watch"):
-        module = importlib.import_module(name)
-    if module.__spec__ is not None and module.__spec__.origin is None:
-        # A folder of that name, which both libraries leave in the working directory.
-        raise MissingLibrary(missing(name, "watch"))
-    return module
+def _installed(library: str) -> bool:
+    """Whether a library can be imported: more than the folder that it leaves where it ran."""
+    found = importlib.util.find_spec(library)
+    return found is not None and found.origin is not None
 
 
 def _truncate(path: Path, last_step: int) -> None:

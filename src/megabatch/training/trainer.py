@@ -124,7 +124,11 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         statistics = [buffer.clone() for buffer in self._statistics]
         with self._compilable():
-            self._find_micro_batch(batch)
+            known, layout = bool(self.optimizer.state), self.layout
+            if self.micro_batch.find(
+                self._step, batch, layout, self._autocast, optimizer_state=known
+            ):
+                self._divide(self.micro_batch.rows)
             loss, norm = self._gradients_in_memory(batch, statistics)
         if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
             self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
@@ -200,10 +204,10 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
-        self.skipped = checkpoint.state.get("skipped_steps", 0)  # absent in early versions
-        if self.micro_batch.load_state(checkpoint.state.get("micro_batch", {})):
+        self.skipped = checkpoint.state["skipped_steps"]
+        if self.micro_batch.load_state(checkpoint.state["micro_batch"]):
             self._divide(self.micro_batch.rows)
-        self.kept.load_state(checkpoint.state.get("kept_activations", {}))
+        self.kept.load_state(checkpoint.state["kept_activations"])
 
     def _divide(self, rows: int) -> None:
         """Divide batches into micro-batches of this many rows from now on."""
@@ -219,14 +223,6 @@ class Trainer:
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
-
-    def _find_micro_batch(self, batch: Batch) -> None:
-        """Measure the size of micro-batches, if that is still to be done."""
-        if self.micro_batch.find(
-            *(self._step, batch, self.layout, self._autocast),
-            optimizer_state=bool(self.optimizer.state),
-        ):
-            self._divide(self.micro_batch.rows)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":

@@ -10,19 +10,25 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
-from megabatch.errors import UsageError, plural
-from megabatch.ranks import Gone, all_gather_values, lost_rank_told
+from megabatch.errors import UsageError, one_line, plural
+from megabatch.ranks import (
+    Gone,
+    all_gather_values,
+    lost_rank_told,
+    on_all_ranks,
+    raise_on_all_ranks,
+)
 from megabatch.similarity import set_abort_on_lost_rank
 
 T = TypeVar("T")
@@ -51,6 +57,11 @@ class World:
         """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
+    @property
+    def group(self) -> str | None:
+        """The ranks as a group, for calls that take one."""
+        return None if self.size > 1 else "local"
+
     def gather(self, value: T) -> list[T]:
         """Every rank's value, by rank. Values are anything that JSON can represent.
 
@@ -58,7 +69,7 @@ class World:
             Gone: a rank is gone or does not come in time.
         """
         with self.failures("exchanging status"):
-            return all_gather_values(value, None if self.size > 1 else "local")
+            return all_gather_values(value, self.group)
 
     def mean(self, number: float) -> float:
         """The mean over ranks, the same on each."""
@@ -93,48 +104,20 @@ class World:
             tensor.copy_(whole)
 
     def raise_if_any(self, error: UsageError | None = None) -> None:
-        """Continue on all ranks, or stop on all if any has an error.
-
-        Raises:
-            UsageError: on rank 0, with every rank's error; its own one if there is no other.
-            SystemExit: on the other ranks, so that an error is printed once.
-        """
-        code = getattr(error, "exit_code", 2) if error else 0
-        found = self.gather((code, "" if error is None else str(error)))
-        code = next((code for code, _ in found if code), 0)
-        if not code:
-            return
-        if not self.main:
-            raise SystemExit(code)
-        texts = [text for _, text in found]
-        if error is not None and set(texts) <= {str(error), ""}:
-            raise error
-        told = "; ".join(f"{who}: {text}" for text, who in ranks_by_value(texts).items() if text)
-        raise _ErrorOfRanks(told, code)
+        """Continue on all ranks, or raise a UsageError on all if any has an error."""
+        with self.failures("exchanging status"):
+            raise_on_all_ranks(error, self.group)
 
     def attempt(self, work: Callable[[], T]) -> T:
-        """The result of `work()` on this rank; a UsageError on any rank stops all of them."""
-        error: UsageError | None = None
-        try:
-            result = work()
-        except UsageError as caught:
-            error = caught
-        self.raise_if_any(error)
-        return result
+        """The result of `work()` on this rank; a UsageError on any rank is raised on all."""
+        with self.failures("exchanging status"):
+            return on_all_ranks(work, self.group)
 
     @contextmanager
     def failures(self, stage: str) -> Iterator[None]:
         """Turn a failed communication into `Gone`, one line that names the stage."""
         with lost_rank_told(stage, self.rank, self.size, "--dist-timeout"):
             yield
-
-
-class _ErrorOfRanks(UsageError):
-    """The errors of several ranks, as one."""
-
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 @contextmanager
@@ -145,12 +128,20 @@ def joined(config: TrainConfig) -> Iterator[World]:
         UsageError: the environment or the device is not usable, or the other ranks do not come.
     """
     rank, size, local_rank = place(os.environ)
+    device = torch.device("cpu")
     if size == 1:
-        yield World(_device_or_cpu(config.device))
+        # For an invalid name the CPU: `problems` reports it with all others.
+        with suppress(ValueError):
+            device = resolve_device(config.device)
+        yield World(device)
         return
     try:
         device = _device_of(config.device, local_rank)
-        _check_rendezvous(os.environ)
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise UsageError(
+                f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
+                f"first: {_MASTER}"
+            )
     except UsageError:
         if rank == 0:
             raise
@@ -168,7 +159,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
     except (RuntimeError, ValueError) as error:
         raise Gone(
             f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']}: {' '.join(str(error).split())[:400]}"
+            f"{os.environ['MASTER_PORT']}: {one_line(error, 400)}"
         ) from error
     before = set_abort_on_lost_rank(True)  # the launcher then stops the others, or restarts all
     try:
@@ -220,23 +211,6 @@ def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
     return command if size == 1 else f"{command} (in {size} processes, started as before)"
 
 
-def _check_rendezvous(environ: Mapping[str, str]) -> None:
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
-    if missing:
-        raise UsageError(
-            f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
-            f"first: {_MASTER}"
-        )
-
-
-def _device_or_cpu(name: str) -> torch.device:
-    """The device; the CPU for an invalid name, which `problems` reports with all others."""
-    try:
-        return resolve_device(name)
-    except ValueError:
-        return torch.device("cpu")
-
-
 def _device_of(name: str, local_rank: int) -> torch.device:
     try:
         device = resolve_device(name)
@@ -244,11 +218,11 @@ def _device_of(name: str, local_rank: int) -> torch.device:
         raise UsageError(f"--device {error}") from error
     if device.type != "cuda":
         return device
-    count = torch.cuda.device_count()
     if device.index is not None:
         raise UsageError(
             f"--device {name}: with several processes each takes its own: cuda or auto"
         )
+    count = torch.cuda.device_count()
     if count == 1:  # the launcher makes one device visible to each process
         return torch.device("cuda", 0)
     if local_rank >= count:
@@ -256,11 +230,3 @@ def _device_of(name: str, local_rank: int) -> torch.device:
             f"--device: process {local_rank} of this machine, which has {plural(count, 'GPU')}"
         )
     return torch.device("cuda", local_rank)
-
-
-def ranks_by_value(values: Sequence[Hashable]) -> dict[Any, str]:
-    """The ranks that have each value, such as "ranks 0, 1", by the value."""
-    ranks: dict[Hashable, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return {v: f"rank{'s' * (len(who) > 1)} {', '.join(who)}" for v, who in ranks.items()}

@@ -15,7 +15,7 @@ sys.modules["wandb"] = None  # type: ignore[assignment]  # as in tests/conftest.
 for name in (
     "torch.distributed.fsdp",
     "torch._dynamo",
-    "megabatch.training.session",
+    "megabatch.training.run",
     "matplotlib.pyplot",
     "open_clip",
     "sklearn.linear_model",
