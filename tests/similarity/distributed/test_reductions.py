@@ -180,3 +180,18 @@ def test_they_compile_as_one_node(world: World) -> None:
     eager.backward()
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a.grad, b.grad)
+
+
+@on_devices(2)
+def test_ranks_and_topk_over_the_columns_of_all_processes(world: World) -> None:
+    sizes = [3, 5]
+    x, y = (torch.randint(-1, 2, (8, D)).double() for _ in range(2))  # with ties
+    target, own = torch.randint(0, 8, (8,)), [world.shard(t, sizes) for t in (x, y)]
+    truth = similarity.ranks(x, y, target, group="local")
+    best, _ = similarity.topk(x, y, 4, group="local")
+    for size in (None, 6 * D * 8):  # at once and in rounds
+        with transferring(rounds=size):
+            found = similarity.ranks(*own, world.shard(target, sizes))
+            scores, _ = similarity.topk(*own, 4)
+        assert all(torch.equal(a, world.shard(b, sizes)) for a, b in zip(found, truth, strict=True))
+        assert torch.equal(scores, world.shard(best, sizes))
