@@ -169,8 +169,6 @@ def test_what_is_better_and_what_is_not_compared(tmp_path: Path) -> None:
     assert offer(METRIC, "easy", 0.9) + offer(METRIC, "hard", 0.2, 0.1, 0.3) == [
         *(True, True, False, True)  # of other data
     ]
-    (tmp_path / "best/best.json").write_text(f'{{"metric": "{METRIC}", "value": 0.5}}')
-    assert offer(METRIC, "hard", 0.4) == [False]
 
 
 @pytest.mark.usefixtures("no_report")

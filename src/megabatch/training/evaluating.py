@@ -230,7 +230,7 @@ def keep_best(
     """
     folder, (metric, val_data) = run / "best", of
     sign = -1 if metric.endswith("median_rank") else 1
-    with contextlib.suppress(OSError, ValueError, KeyError):  # none yet, or damaged
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or damaged
         before = json.loads((folder / "best.json").read_text(encoding="utf-8"))
         if (before["metric"], before["val_data"]) == of and sign * value <= sign * before["value"]:
             return False
