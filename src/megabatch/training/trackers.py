@@ -53,8 +53,9 @@ class TensorBoard:
     """Event files in RUN/tensorboard; points after the resumed step are removed."""
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
-        folder = str(config.output / "tensorboard")
-        self._writer = SummaryWriter(folder, purge_step=resumed_step + 1)
+        folder = config.output / "tensorboard"
+        _wait_for_another_second(folder)
+        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -62,6 +63,18 @@ class TensorBoard:
 
     def close(self, ended: Ended) -> None:
         self._writer.close()
+
+
+def _wait_for_another_second(folder: Path) -> None:
+    """Wait until the name of a new event file comes after those that there are.
+
+    TensorBoard reads files in the order of their names, which begin with the second. Of two files
+    of one second, the resumed run's may come first; then the other one removes its points.
+    """
+    names = [path.name for path in folder.glob("events.out.tfevents.*")]
+    latest = max((name.split(".")[3] for name in names), default="")
+    while f"{int(time.time()):010d}" == latest:
+        time.sleep(0.02)
 
 
 class WeightsAndBiases:
