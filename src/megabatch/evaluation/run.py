@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
@@ -74,7 +75,8 @@ def evaluate_run(
 
     Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
-    config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
+    given = {k: tuple(value) if isinstance(value, list) else value for k, value in settings.items()}
+    config = EvalConfig(run=Path(run), **{"device": "cpu", **given})
     return evaluate(config, group=group, report=report, announce=announce, on_figures=on_figures)
 
 
@@ -145,8 +147,8 @@ def evaluate(
     if writes:
         on_figures(evaluation)
         text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
-        # Examples of an earlier evaluation never stand beside these figures.
-        (plan.folder / content.NAME).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of an earlier evaluation, if this process dies now
+            (plan.folder / content.NAME).unlink()
         write_atomically(plan.folder / "evaluation.json", text + "\n")
         write_report(plan.folder, shown)
     return evaluation
