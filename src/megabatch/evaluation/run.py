@@ -75,8 +75,9 @@ def evaluate_run(
 
     Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
-    given = {k: tuple(value) if isinstance(value, list) else value for k, value in settings.items()}
-    config = EvalConfig(run=Path(run), **{"device": "cpu", **given})
+    given: dict[str, Any] = {"device": "cpu", **settings}
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    config = EvalConfig(run=Path(run), **given)
     return evaluate(config, group=group, report=report, announce=announce, on_figures=on_figures)
 
 
