@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import zlib
@@ -74,7 +75,9 @@ def evaluate_run(
 
     Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
-    config = EvalConfig(run=Path(run), **{"device": "cpu", **settings})
+    given: dict[str, Any] = {"device": "cpu", **settings}
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    config = EvalConfig(run=Path(run), **given)
     return evaluate(config, group=group, report=report, announce=announce, on_figures=on_figures)
 
 
@@ -145,8 +148,8 @@ def evaluate(
     if writes:
         on_figures(evaluation)
         text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
-        # Examples of an earlier evaluation never stand beside these figures.
-        (plan.folder / content.NAME).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of an earlier evaluation, if this process dies now
+            (plan.folder / content.NAME).unlink()
         write_atomically(plan.folder / "evaluation.json", text + "\n")
         write_report(plan.folder, shown)
     return evaluation
