@@ -135,16 +135,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return inner
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile translates a module as one: in place, or by a wrapper."""
-    return is_compiled_in_place(module) or uncompiled(module) is not module
-
-
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """A module's hooks before and after its forward."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-
-
 def fsdp_groups(module: Any) -> list[Any]:
     """FSDP2's parameter groups of one module: none without parameters, in newer torch several."""
     state = module._get_fsdp_state()

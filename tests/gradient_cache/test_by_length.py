@@ -12,8 +12,8 @@ from torch import nn
 
 from megabatch import SortedByLength
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.batches import MicroBatch
-from megabatch.gradient_cache.by_length import (
+from megabatch.gradient_cache.batches import (
+    MicroBatch,
     equal_rows,
     equal_token_runs,
     equal_tokens,

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.checks import weights_differ
+from megabatch.gradient_cache.wrappers import weights_differ
 from tests.gradient_cache.towers import Tower, TwoTowers, biased_loss, clip_loss, pairs
 from tests.similarity.distributed.processes import World, on_processes
 
@@ -73,10 +73,6 @@ def average(model):
         parameter.grad /= dist.get_world_size()
 
 
-def sharded_by_fsdp1(tower):
-    return FullyShardedDataParallel(tower, use_orig_params=True, device_id=torch.device("cpu"))
-
-
 @on_processes(2)
 def test_no_warning_if_weights_stay_the_same(world: World) -> None:
     mesh = init_device_mesh("cpu", (world.size,))
@@ -102,8 +98,7 @@ def test_the_parameters_that_are_compared(world: World) -> None:
         assert differ(*others, nn.Parameter(torch.tensor([1.0 * world.rank])))
     torch.manual_seed(world.rank)
     mesh = init_device_mesh("cpu", (world.size,))
-    for shard in (lambda tower: fully_shard(tower, mesh=mesh), sharded_by_fsdp1):
-        assert not differ(*shard(Tower().float()).parameters())
+    assert not differ(*fully_shard(Tower(), mesh=mesh).parameters())
     assert differ(*Tower().parameters())
 
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers.utils import ModelOutput
 
 from megabatch.gradient_cache import GradientCache
@@ -340,6 +341,11 @@ def test_lists_with_an_item_for_each_row_are_divided(kind, size, device):
         ((torch.ones(4, 5), ["a", "b"]), ValueError, "batch 1: expected tensors, got none"),
         ((torch.ones(4, 5),), TypeError, "one per encoder, 2, got 1"),
         ((), TypeError, "at least one"),
+        (
+            ({"x": nn.Linear(5, 5)(torch.ones(4, 5))}, torch.ones(4, 5)),
+            ValueError,
+            r"batch 0\['x'\] of encoder 0: expected a tensor that is not computed.*AddmmBackward0",
+        ),
     ],
 )
 def test_bad_batches(batches, error, message):

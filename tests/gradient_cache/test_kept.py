@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
@@ -162,18 +161,3 @@ def test_ddp_and_fsdp2_inside(world: World) -> None:
                 again = count - kept
                 assert calls == [False] * again + [True] * (kept + again)
                 assert set(parallel.synchronised(model)) <= {True, (True, True)}
-
-
-@on_processes(2)
-def test_fsdp1_inside_keeps_none(world: World) -> None:
-    mine, whole = parallel.batches_of(world.rank, [4, 3])
-    _, expected = parallel.on_one_process([whole])
-    for size, orig in ((1, True), (1, False), (8, True)):
-        model = parallel.new_model()
-        calls = counting(model)
-        sharded = FullyShardedDataParallel(
-            model, use_orig_params=orig, device_id=torch.device("cpu")
-        )
-        GradientCache(sharded, ClipLoss(), size, kept_micro_batches=2)(*mine).backward()
-        assert calls == ([False] * 4 + [True] * 4 if size == 1 else [True])
-        parallel.assert_sgd_moves_by(expected, sharded)

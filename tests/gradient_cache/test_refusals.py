@@ -141,10 +141,10 @@ def loop(step, model, backward, optimizer=None, steps=3):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_a_loop_without_a_backward_pass_raises_at_its_second_step(keep):
+def test_a_loop_without_a_backward_pass_raises_at_its_first_step(keep):
     model, kept = TwoTowers(), []
     step = GradientCache(model, biased_loss, 3)
-    message = "the loss of the previous step was never backpropagated: call loss.backward() before"
+    message = "the loss of the last step was not backpropagated: call loss.backward() before"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         loop(step, model, kept.append if keep else lambda value: None)
     assert len(model.image.graph_recorded) == 3  # the first step's

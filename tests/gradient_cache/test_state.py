@@ -243,7 +243,6 @@ class SettingsRecorder(nn.Module):
                 "autocast cache": torch.is_autocast_cache_enabled(),
                 "dtype": torch.ones(()).dtype,
                 "device": torch.ones(()).device.type,
-                "precision": torch.get_float32_matmul_precision(),
                 "training": (self.training, self.layer.training),
                 "product": (x @ self.layer.weight.T).dtype,
                 "grad": None,
@@ -261,24 +260,17 @@ def test_everything_that_a_forward_pass_depends_on():
 
     step = GradientCache((encoder, encoder), loss, 3)
     encoder.layer.eval()
-    before = torch.get_float32_matmul_precision()
-    torch.set_default_dtype(torch.float64)
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.device("meta"):
-            value = step(*batches)
-        encoder.train()
-        torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("high")
-        other(batches[0])
-        value.backward()
-        other(batches[0])
-    finally:
-        torch.set_float32_matmul_precision(before)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.device("meta"):
+        value = step(*batches)
+    encoder.train()
+    torch.set_default_dtype(torch.float32)
+    other(batches[0])
+    value.backward()
+    other(batches[0])
     first, second = encoder.seen[:6], encoder.seen[6:]
     assert first[0]["autocast dtype"] == torch.bfloat16
     assert (first[0]["dtype"], first[0]["device"]) == (torch.float64, "meta")
-    assert (first[0]["training"], first[0]["precision"]) == ((True, False), "medium")
+    assert first[0]["training"] == (True, False)
     assert first == [first[0]] * 6
     assert second == first
     assert other.seen[0] == other.seen[1]  # backward() restores the settings
@@ -307,20 +299,6 @@ def test_backward_inside_or_outside_autocast_gives_the_same(where, kept):
             value.backward()
     for gradient, expected in zip(gradients(towers), wanted, strict=True):
         assert (gradient - expected).norm() <= (0.01 if kept else 0) * expected.norm()
-
-
-def test_a_precision_that_the_older_getter_cannot_return():
-    """A precision set by torch's newer names, for which the older getter raises."""
-    matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
-        pytest.skip("this version of PyTorch has the older names alone")
-    before, towers = matmul.fp32_precision, (Tower(), Tower())
-    try:
-        matmul.fp32_precision = "tf32"
-        GradientCache(towers, clip_loss, 3)(*pairs()).backward()
-    finally:
-        matmul.fp32_precision = before
-    assert all(gradient is not None for gradient in gradients(*towers))
 
 
 def test_a_default_device_that_was_reset():

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -162,6 +162,21 @@ def test_ddp_that_cannot_hold_back_reductions_is_refused():
         encoder = DistributedDataParallel(tower, **options)
         with pytest.raises(ValueError, match=refused):
             GradientCache((encoder, encoder), ClipLoss(), 2)(x, x)
+
+
+@pytest.mark.usefixtures("_one_process")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("around", [True, False])
+def test_fsdp1_is_refused(around, use_orig_params):
+    tower, x = Tower(), torch.ones(4, WIDTH)
+    step = GradientCache((tower, tower), ClipLoss(), 2)
+    wrapped = FullyShardedDataParallel(
+        tower, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+    if not around:
+        step = GradientCache((wrapped, wrapped), ClipLoss(), 2)
+    with pytest.raises(ValueError, match=r"\(FSDP1\) reduces the gradients of encoder 0"):
+        step(x, x)
 
 
 @pytest.mark.usefixtures("_one_process")

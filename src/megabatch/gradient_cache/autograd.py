@@ -69,22 +69,18 @@ def _scalar_on_host() -> Tensor:
     return torch.zeros((), device="cpu", dtype=torch.float32)
 
 
-def reached_from(
-    outputs: Iterable[Tensor], stop_at: Iterable[Tensor] = ()
-) -> tuple[dict[int, Tensor], bool]:
-    """Follow the graph of `outputs` to its leaves, or to the tensors of `stop_at`.
+def reached_from(outputs: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
+    """Follow the graph of `outputs` to its leaves.
 
     Returns:
         The leaves by id, and whether the graph has a reentrant checkpoint, whose backward pass
         starts another one: torch.autograd.grad is not possible, and leaves behind it are invisible.
     """
-    leaves, reentrant = {}, False
-    seen: set[Any] = {None, *(tensor.grad_fn for tensor in stop_at)}
-    stack: list[Any] = []
-    for output in outputs:
-        stack.append(output.grad_fn)
-        if output.grad_fn is None and output.requires_grad:
-            leaves[id(output)] = output
+    outputs = [*outputs]
+    leaves = {id(t): t for t in outputs if t.grad_fn is None and t.requires_grad}
+    reentrant = False
+    seen: set[Any] = {None}
+    stack: list[Any] = [output.grad_fn for output in outputs]
     while stack:
         node = stack.pop()
         if node in seen:
@@ -134,7 +130,7 @@ class GradientSums:
         self._in_place = {
             id(tensor)
             for tensor, to_grad in zip(inputs, accumulated, strict=False)
-            if to_grad and tensor.is_leaf and tensor.grad is not None
+            if to_grad and tensor.grad is not None
             if _is_plain(tensor.grad) and not tensor.grad.requires_grad and not tensor_hooks(tensor)
         }
         self._sums: dict[int, Tensor] = {}
@@ -156,8 +152,8 @@ class GradientSums:
             The gradients of `wanted`, None for those that got none.
         """
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        known = [tensor for tensor in tensors if tensor.is_leaf and tensor in self]
-        others = [tensor for tensor in tensors if not (tensor.is_leaf and tensor in self)]
+        known = [tensor for tensor in tensors if tensor in self]
+        others = [tensor for tensor in tensors if tensor not in self]
         with contextlib.ExitStack() as stack:
             for leaf in known:
                 stack.enter_context(_only_hook(leaf, functools.partial(self._take, leaf)))
