@@ -143,7 +143,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 #: The DistributedDataParallel whose forward is running.
-ddp_around: Callable[[], nn.Module | None] = _function(
+ddp_around: Callable[[], nn.parallel.DistributedDataParallel | None] = _function(
     "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module"
 )
 #: DDP's `delay_all_reduce_named_params`, whose gradients it reduces in a hook of its own.

@@ -89,10 +89,14 @@ def under_ddp(model):
     return DistributedDataParallel(model)
 
 
-def under_fsdp(model):
+def sharded(module, **options):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(module, mesh=mesh, **options)
+
+
+def under_fsdp(model, **options):
     for part in (model.image, model.text, model):
-        fully_shard(part, mesh=mesh)
+        sharded(part, **options)
     return model
 
 

@@ -125,8 +125,7 @@ class GradientSums:
 
     def __init__(self, inputs: Sequence[Tensor], accumulated: Sequence[bool]) -> None:
         """`accumulated`: for each input, whether its gradient goes to `.grad`."""
-        self._inputs = inputs
-        self._known = {id(tensor) for tensor in inputs}
+        self._inputs = {id(tensor): tensor for tensor in inputs}
         self._in_place = {
             id(tensor)
             for tensor, to_grad in zip(inputs, accumulated, strict=False)
@@ -137,7 +136,7 @@ class GradientSums:
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the tensor is one of the inputs."""
-        return id(tensor) in self._known
+        return id(tensor) in self._inputs
 
     def add_from(
         self,
@@ -187,7 +186,7 @@ class GradientSums:
         sums, self._sums = self._sums, {}
         for key in self._in_place & sums.keys():
             sums[key] = _zero(sums[key])
-        return [sums.get(id(tensor)) for tensor in self._inputs]
+        return [sums.get(key) for key in self._inputs]
 
     def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
         self.add(leaf, gradient)
@@ -219,12 +218,6 @@ def _only_hook(leaf: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Iterato
         hooks.update(own)
 
 
-def is_from_torch(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is PyTorch's own."""
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.split(".")[0] == "torch"
-
-
 def call_hooks_only_with_gradient(leaf: Tensor) -> None:
     """Let the hooks of a leaf that gets no gradient here be called only if it gets another one.
 
@@ -242,5 +235,6 @@ def call_hooks_only_with_gradient(leaf: Tensor) -> None:
 
     for hooks in (tensor_hooks(leaf), accumulation_hooks(leaf)):
         for key, hook in [*(hooks or {}).items()]:
-            if hooks and not is_from_torch(hook):  # autograd holds this very dictionary
+            module = getattr(hook, "__module__", None) or type(hook).__module__
+            if hooks and module.split(".")[0] != "torch":  # autograd holds this very dictionary
                 hooks[key] = functools.partial(call, hooks, key, hook)

@@ -402,9 +402,9 @@ class Feed:
         for path, tensor in self.watched.items():
             if torch.is_grad_enabled() and tensor.grad_fn is not None:
                 raise ValueError(
-                    f"{path} of {name}: expected a tensor that is not computed from others with "
-                    "gradients, as each micro-batch would backpropagate through all of it "
-                    f"({tensor.grad_fn.name()}): compute it inside the encoder, or detach it"
+                    f"{path} of {name}: expected no result of a computation with gradients "
+                    f"({tensor.grad_fn.name()}), through which each micro-batch would "
+                    "backpropagate: compute it inside the encoder, or detach it"
                 )
         self._keywords = keywords
         # A rank without rows still takes part in the collectives.

@@ -52,11 +52,7 @@ class Encoding:
     """
 
     def __init__(
-        self,
-        encoder: Any,
-        feed: Feed,
-        outputs: CachedOutputs,
-        check: PassesCheck | None,
+        self, encoder: Any, feed: Feed, outputs: CachedOutputs, check: PassesCheck | None
     ) -> None:
         """Find the encoder's modules, parameters and wrappers; `check` compares both passes."""
         self.name = feed.name  # for messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,6 @@ class Step:
         """
         self.encodings = encodings
         self.inputs: list[Tensor] = []
-        self.pending: PendingLoss | None = None
         self._name = f"step {number}"
         self._group = group
         self._memory = memory
@@ -99,7 +99,6 @@ class Step:
         accumulated = [is_accumulated(node) for node in nodes]
         self._check(all(accumulated))
         all_gather_numbers(f"GradientCache, backward pass of {self._name}", [], self._group)
-        assert self.pending is not None
         self.pending.end()
         self._begun = True
         sums = GradientSums(self.inputs, accumulated)
@@ -194,9 +193,8 @@ class Step:
                 encoding.outputs.move_gradients_to_host(self._gradients_on_host)
 
     def _encode_again(self, sums: GradientSums) -> None:
-        self._memory.peak_before_second_pass = sum(
-            map(torch.cuda.max_memory_allocated, self._devices)
-        )
+        peaks = map(torch.cuda.max_memory_allocated, self._devices)
+        self._memory.peak_before_second_pass = sum(peaks)
         with self._memory_on_all_ranks("kept graphs"):  # of all encodings: then the memory is free
             for encoding in self.encodings:
                 encoding.backward_kept(sums)
@@ -250,7 +248,7 @@ class PendingLoss:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         """`parameters`: those that the loss depends on."""
-        self._parameters = {id(parameter) for parameter in parameters}
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
         self._hook = register_optimizer_step_post_hook(self._check)
 
     def end(self) -> None:
@@ -260,7 +258,8 @@ class PendingLoss:
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         have_gradients = any(parameter.grad is not None for parameter in stepped)
-        if have_gradients or self._parameters.isdisjoint(map(id, stepped)):
+        waiting = {id(parameter()) for parameter in self._parameters}
+        if have_gradients or waiting.isdisjoint(map(id, stepped)):
             return
         self.end()
         raise RuntimeError(

@@ -43,27 +43,6 @@ def cuda_devices(tensors: Iterable[Tensor] = ()) -> set[torch.device]:
     return devices
 
 
-class RandomState:
-    """The state of PyTorch's generators on the CPU and CUDA devices, of Python's and NumPy's."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Save the current state."""
-        self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
-
-    def restore(self) -> None:
-        """Make it the current state again."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
-
-
 class ForwardContext:
     """The settings of a step's call, which the second pass needs again when `.backward()` runs.
 
@@ -162,12 +141,17 @@ class Watched:
 class ForwardState:
     """The state that an encoder's forward passes change: random numbers, and buffers.
 
-    Running statistics are left out: in training mode they change no output.
+    The generators are PyTorch's on the CPU and CUDA devices, Python's and NumPy's. Running
+    statistics are left out: in training mode they change no output.
     """
 
     def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
         """Save it; at first `buffers` are those of `possible_state`."""
-        self._random = RandomState(devices)
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy.random")
+        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
         watched = {buffer: Watched(buffer[1], getattr(*buffer)) for buffer in buffers}
         self._saved = {b: (w, w.tensor.detach().clone()) for b, w in watched.items()}
 
@@ -188,7 +172,12 @@ class ForwardState:
 
     def restore(self) -> None:
         """Make it the current state again."""
-        self._random.restore()
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
         self.restore_buffers()
 
     @torch.no_grad()

@@ -164,12 +164,9 @@ def check_not_fsdp1(encoder: str, parameters: Iterable[Tensor]) -> None:
         )
 
 
-def check_ddp_around(encoder: str, wrapper: nn.Module | None) -> None:
-    """Check, where several micro-batches add to `.grad`, that no DDP around the step reduces it.
-
-    `wrapper`: the DistributedDataParallel in whose forward the step was called, if any.
-    """
-    if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
+def check_ddp_around(encoder: str, ddp: DistributedDataParallel | None) -> None:
+    """Raise a RuntimeError if DDP around the step reduces `.grad`, to which micro-batches add."""
+    if ddp is not None and ddp.require_backward_grad_sync:
         raise RuntimeError(
             f"GradientCache: gradients of {encoder} go to .grad in each micro-batch (with a "
             "reentrant checkpoint), and DistributedDataParallel around the step would reduce those "
