@@ -282,7 +282,7 @@ def test_an_exception_frees_the_graphs_though_its_traceback_lives(graphs, where)
         if len(towers[1].graph_recorded) == before:
             os.kill(os.getpid(), signal.SIGINT)
 
-    towers[1].register_forward_pre_hook(interrupt)
+    handle = towers[1].register_forward_pre_hook(interrupt)
 
     def loss(x, y):
         assert graphs() == 4
@@ -296,4 +296,5 @@ def test_an_exception_frees_the_graphs_though_its_traceback_lives(graphs, where)
     assert caught.value.__traceback__ is not None
     assert graphs() == 0
     assert gradients(*towers) == [None] * len(gradients(*towers))
+    handle.remove()
     GradientCache(towers, clip_loss, 2)(*pairs()).backward()  # the next step works
