@@ -120,7 +120,7 @@ COMPILED_CALL = "_compiled_call_impl"
 
 
 def mark_compiled_in_place(module: nn.Module) -> None:
-    """Make `is_compiled` true of a module whose `forward` alone is compiled."""
+    """Mark a module whose `forward` alone is compiled as `module.compile()` marks it."""
     vars(module)[COMPILED_CALL] = module._call_impl
 
 
@@ -128,16 +128,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """The module inside torch.compile's wrapper; any other module itself."""
     inner: nn.Module = getattr(module, "_orig_mod", module)
     return inner
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile translates a module as one: in place, or by a wrapper."""
-    return getattr(module, COMPILED_CALL) is not None or uncompiled(module) is not module
-
-
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """A module's hooks before and after its forward."""
-    return [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
 
 
 def fsdp_groups(module: Any) -> list[Any]:
@@ -148,7 +138,7 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 #: The DistributedDataParallel whose forward is running.
-ddp_around: Callable[[], nn.Module | None] = _function(
+ddp_around: Callable[[], nn.parallel.DistributedDataParallel | None] = _function(
     "torch.nn.parallel:DistributedDataParallel._get_active_ddp_module"
 )
 #: DDP's `delay_all_reduce_named_params`, whose gradients it reduces in a hook of its own.

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache import GradientCache
@@ -89,10 +89,14 @@ def under_ddp(model):
     return DistributedDataParallel(model)
 
 
-def under_fsdp(model):
+def sharded(module, **options):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(module, mesh=mesh, **options)
+
+
+def under_fsdp(model, **options):
     for part in (model.image, model.text, model):
-        fully_shard(part, mesh=mesh)
+        sharded(part, **options)
     return model
 
 
@@ -148,13 +152,3 @@ def assert_same(model, expected, case=None):
             assert gradient is expected[name]
         else:
             torch.testing.assert_close(gradient, expected[name], rtol=0, atol=1e-9, msg=case)
-
-
-def assert_sgd_moves_by(expected, sharded):
-    """A step of plain SGD moves the weights of a model under FSDP1 by these gradients."""
-    torch.optim.SGD(sharded.parameters(), lr=1.0).step()
-    with FullyShardedDataParallel.summon_full_params(sharded):
-        found = {name: p.detach().clone() for name, p in sharded.module.named_parameters()}
-    for name, parameter in new_model().named_parameters():
-        wanted = parameter - expected[name]
-        torch.testing.assert_close(found[name], wanted, rtol=0, atol=1e-9)

@@ -1,20 +1,22 @@
-"""The loss of a step in all the ways in which callers use a loss."""
+"""The loss of a step in all the ways in which callers use a loss; its pass inside autograd."""
 
 import copy
 import gc
+import os
 import pickle
+import signal
 import threading
 import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     BATCH,
     DIMS,
-    WIDTH,
     Checkpointed,
     Tower,
     TwoTowers,
@@ -23,8 +25,10 @@ from tests.gradient_cache.towers import (
     biased_loss,
     clip_loss,
     gradients,
+    one_graph,
     pairs,
 )
+from tests.planning.allocator import peak_bytes
 
 #: Micro-batches of 3 rows; one, whose graph is kept.
 both_sizes = pytest.mark.parametrize("size", [3, 100])
@@ -68,7 +72,6 @@ def test_accumulation_and_clipping(size):
         loss.backward()
         if i:  # added in place, as autograd accumulates
             assert all(p.grad is g for p, g in zip(model.parameters(), before, strict=True))
-    assert_same_gradients(gradients(model), gradients(plain))
     norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e-3) for m in (model, plain)]
     torch.testing.assert_close(*norms)
     assert_same_gradients(gradients(model), gradients(plain))
@@ -107,6 +110,10 @@ def test_hooks_are_called_once_per_step(size):
             parameter.register_post_accumulate_grad_hook(
                 lambda p, log=log: log.append(("added", p.grad.clone()))
             )
+        one.unused = nn.Linear(2, 2)
+        torch.autograd.graph.register_multi_grad_hook(
+            tuple(one.parameters()), lambda found, log=log: log.append(("all", found))
+        )
     step = GradientCache(model, biased_loss, size)
     for _ in range(2):
         batches = pairs()
@@ -123,14 +130,9 @@ def test_hooks_are_called_once_per_step(size):
 @both_sizes
 @pytest.mark.parametrize("by_keyword", [True, False])
 def test_keywords_and_closures_with_a_graph(size, by_keyword):
-    """The scale is computed before the step and used again after it."""
+    """The step's backward pass frees the graph of a scale that is computed before the step."""
     towers, head = nn.ModuleList([Tower(), Tower()]), nn.ParameterList([torch.tensor(1.2)])
     batches = pairs()
-
-    def loss_of(step):
-        scale = head[0].exp()
-        value = step(scale)
-        return value + 0.1 * scale if by_keyword else value  # its graph remains the caller's
 
     def cached(scale):
         if by_keyword:
@@ -140,22 +142,10 @@ def test_keywords_and_closures_with_a_graph(size, by_keyword):
     def plain(scale):
         return clip_loss(*(t(b) for t, b in zip(towers, batches, strict=True)), scale)
 
-    assert_same(lambda: loss_of(cached), lambda: loss_of(plain), towers, head)
-
-
-@both_sizes
-def test_batches_with_a_graph(size):
-    (images, texts), towers, stem = pairs(), (Tower(), Tower()), nn.Linear(WIDTH, WIDTH)
-    step = GradientCache(towers, clip_loss, size)
-
-    def plain(x, y):
-        return clip_loss(towers[0](x), towers[1](y))
-
-    def loss_of(function):
-        x = stem(images)
-        return function(x, texts) + x.sum()
-
-    assert_same(lambda: loss_of(step), lambda: loss_of(plain), stem, *towers)
+    assert_same(lambda: cached(head[0].exp()), lambda: plain(head[0].exp()), towers, head)
+    scale = head[0].exp()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        (cached(scale) + 0.1 * scale).backward()
 
 
 class SharedGradients(nn.Module):
@@ -250,13 +240,8 @@ def test_what_a_loss_holds(size):
     seen += [weakref.ref(images), weakref.ref(texts)]
     del images, texts
     assert [ref() for ref in seen] == [None] * 4
-    assert value.isfinite()
-    images, texts = pairs()
-    seen = [weakref.ref(images)]
-    step(images, texts)
-    del images
-    assert [ref() for ref in seen] == [None] * 3
-    step(*pairs()).backward()  # the next step works
+    step(*pairs())  # is dropped
+    assert [ref() for ref in seen] == [None] * 6
 
 
 @both_sizes
@@ -310,3 +295,100 @@ def test_inside_torch_compile_a_step_is_left_out_of_the_graph():
         model,
     )
     assert compiled
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MICRO_BATCHES = 40
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ctrl_c_ends_the_second_pass_at_once(device):
+    """On a GPU autograd's threads run the backward pass, but only the main thread gets signals."""
+    tower, calls = Tower().to(device), []
+
+    def encode(x):
+        calls.append(threading.current_thread())
+        if len(calls) == 2 * MICRO_BATCHES + 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        return tower(x)
+
+    batches = [x.to(device) for x in pairs(MICRO_BATCHES)]
+    loss = GradientCache((encode, encode), clip_loss, 1)(*batches)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    assert 2 * MICRO_BATCHES + 3 <= len(calls) <= 2 * MICRO_BATCHES + 5
+    assert set(calls) == {threading.main_thread()}
+    assert gradients(tower) == [None] * len(gradients(tower))
+    calls.clear()
+    GradientCache((tower, tower), clip_loss, 1)(*batches).backward()
+    assert all(gradient is not None for gradient in gradients(tower))
+
+
+class Wide(nn.Module):
+    """An encoder whose parameters are much larger than a micro-batch's activations."""
+
+    def __init__(self, width=256, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(depth)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return F.normalize(x, dim=-1)
+
+
+def peak_of(device, run):
+    if device == "cpu":
+        return peak_bytes(run)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@both_sizes
+def test_peak_memory_is_that_of_backward_in_each_micro_batch(device, size):
+    width = 256 if device == "cpu" else 2048
+    tower = Wide(width).to(device)
+    weight = tower.layers[0].weight.nbytes
+    batches = [torch.randn(8, width, device=device) for _ in range(2)]
+    step = GradientCache((tower, tower), clip_loss, size)
+
+    def run():
+        step(*batches).backward()
+
+    run()  # allocates cuBLAS's workspace and imports modules
+    tower.zero_grad()
+    activations = weight // 2  # at most, with those of the loss
+    # All gradients, and that of one parameter before it is added.
+    assert peak_of(device, run) < (len(tower.layers) + 1) * weight + activations
+    # With existing .grad, only that of one parameter.
+    assert peak_of(device, run) < weight + activations
+
+
+@pytest.mark.gpu
+@both_sizes
+@pytest.mark.parametrize("others", ["step", "backward", "both"])
+def test_streams_other_than_the_default(size, others):
+    towers = nn.ModuleList([Tower(dropout=0.3), Tower(dropout=0.3)]).cuda()
+    plain = copy.deepcopy(towers)
+    batches = [x.cuda() for x in pairs(300)]
+    torch.manual_seed(1)
+    one_graph(plain, batches, clip_loss, size).backward()
+    torch.manual_seed(1)
+    torch.cuda.synchronize()
+    default, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    first = default if others == "backward" else other
+    second = default if others == "step" else other
+    with torch.cuda.stream(first):
+        torch.cuda._sleep(10_000_000)
+        loss = GradientCache(tuple(towers), clip_loss, size)(*batches)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        loss.backward()
+        found = [gradient.clone() for gradient in gradients(towers)]
+    torch.cuda.synchronize()
+    assert_same_gradients(found, gradients(plain))

@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 import traceback
+from unittest import mock
 
 import pytest
 import torch
@@ -92,14 +93,9 @@ def test_the_next_rows_are_decoded_while_a_micro_batch_is_encoded():
 
 
 def test_plain_host_tensors_need_no_thread_on_the_cpu():
-    towers, started = (Tower(), Tower()), []
-    begin = threading.Thread.start
-    try:
-        threading.Thread.start = lambda thread: (started.append(thread), begin(thread))
-        GradientCache(towers, clip_loss, 3, device="cpu")(*pairs()).backward()
-    finally:
-        threading.Thread.start = begin
-    assert not started
+    with mock.patch.object(threading.Thread, "start") as start:
+        GradientCache((Tower(), Tower()), clip_loss, 3, device="cpu")(*pairs()).backward()
+    assert not start.called
 
 
 @pytest.mark.parametrize("second_pass", [False, True])
@@ -137,15 +133,13 @@ def test_ctrl_c_in_an_encoder_ends_the_thread():
     ("made", "got"), [([1.0], "list"), (torch.ones(2, WIDTH), r"shape \(2, 5\)")]
 )
 def test_rows_of_a_wrong_type_or_shape(made, got):
-    class Rows:
-        def __len__(self):
-            return BATCH
-
+    class Rows(Compressed):
         def __getitem__(self, rows):
             return made
 
+    images, texts = pairs()
     with pytest.raises(ValueError, match=rf"Rows\[0:3\] to be a tensor of 3 rows, got {got}"):
-        GradientCache((Tower(), Tower()), clip_loss, 3, device="cpu")(Rows(), pairs()[1])
+        GradientCache((Tower(), Tower()), clip_loss, 3, device="cpu")(Rows(images), texts)
     assert not feeding()
 
 
@@ -157,15 +151,14 @@ def test_feature_dtype_rounds_features_as_autocast_does():
         seen.append(x.dtype)
         return clip_loss(x.bfloat16(), y.bfloat16()).float()
 
-    values = []
+    values = {}
     for dtype in (None, torch.bfloat16):
         towers.zero_grad()
         value = GradientCache(tuple(towers), loss, 3, feature_dtype=dtype)(*batches)
         value.backward()
-        values += [value, *gradients(towers)]
+        values[dtype] = [value, *gradients(towers)]
     assert seen == [torch.float32, torch.bfloat16]
-    half = len(values) // 2
-    assert all(torch.equal(a, b) for a, b in zip(values[:half], values[half:], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*values.values(), strict=True))
 
 
 @pytest.mark.gpu
@@ -189,17 +182,10 @@ def test_from_the_host_to_a_gpu():
 
 @pytest.mark.gpu
 def test_inputs_on_the_gpu_do_not_grow_with_the_batch():
-    class Wide(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(1 << 16, 4, dtype=torch.float32)
-
-        def forward(self, x):
-            return self.layer(x)
-
     peaks = []
     for rows in (64, 512):
-        towers, batches = (Wide().cuda(), Wide().cuda()), [torch.ones(rows, 1 << 16).float()] * 2
+        towers = [nn.Linear(1 << 16, 4, dtype=torch.float32, device="cuda") for _ in range(2)]
+        batches = [torch.ones(rows, 1 << 16).float()] * 2
         torch.cuda.reset_peak_memory_stats()
         GradientCache(towers, clip_loss, 16, device="cuda")(*batches).backward()
         peaks.append(torch.cuda.max_memory_allocated())

@@ -1,5 +1,10 @@
 """The step against one graph of the whole batch; numbers of forward passes, memory, outputs."""
 
+import gc
+import os
+import signal
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +15,7 @@ from tests.gradient_cache.towers import (
     DIMS,
     MICRO_BATCH_SIZES,
     WIDTH,
+    SavedTensor,
     Tower,
     TwoTowers,
     assert_same,
@@ -30,25 +36,25 @@ def test_two_encoders_and_a_parameter_of_the_loss(micro_batch_size):
         return clip_loss(x, y, scale[0].exp())
 
     step = GradientCache(encoders, loss, micro_batch_size)
-    value = step(x, y)
-    assert value.shape == ()
-    assert value.requires_grad
     assert_same(lambda: step(x, y), lambda: loss(encoders[0](x), encoders[1](y)), *encoders, scale)
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3, 100])
-@pytest.mark.parametrize("scale_shape", [(), (1,)])
-@pytest.mark.parametrize("form", [tuple, dict])
-def test_one_model_that_returns_scale_and_bias(form, scale_shape, micro_batch_size):
+@pytest.mark.parametrize("kept", [0, 1, 2, 100])  # of 3 micro-batches: 7 rows, 3 at a time
+@pytest.mark.parametrize(("form", "scale_shape"), [(tuple, ()), (dict, (1,))])
+def test_one_model_that_returns_scale_and_bias(form, scale_shape, kept):
+    """Micro-batches whose graphs are kept are encoded once."""
     model, batches = TwoTowers(form, scale_shape=scale_shape), pairs()
 
     def plain():
         outputs = model(*batches)
         return biased_loss(**outputs) if form is dict else biased_loss(*outputs)
 
-    step = GradientCache(model, biased_loss, micro_batch_size)
-    assert_same(lambda: step(*batches), plain, model)
+    step = GradientCache(model, biased_loss, 3, kept_micro_batches=1)
+    step.kept_micro_batches = kept  # may change between steps
+    assert_same(lambda: step(*batches), plain, model, tolerance=1e-12)
     assert model.logit_scale.grad.abs().item() > 1e-6
+    recorded = [True] + [False] * max(0, 3 - kept) + [True] * 3
+    assert model.image.graph_recorded == model.text.graph_recorded == recorded
 
 
 def test_a_batch_of_one_micro_batch_is_an_ordinary_step():
@@ -61,8 +67,7 @@ def test_a_batch_of_one_micro_batch_is_an_ordinary_step():
     assert seen == [True, True]
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
-@pytest.mark.parametrize("kept", [0, 1, 2, 3, 100])
+@pytest.mark.parametrize(("kept", "device"), [(0, None), (1, "cpu"), (100, None)])
 def test_one_encoder_for_both_batches_and_gradients_of_inputs(kept, device):
     tower, batches = Tower(), nn.ParameterList(pairs())
     step = GradientCache((tower, tower), clip_loss, 3, kept_micro_batches=kept, device=device)
@@ -78,19 +83,22 @@ def test_inputs_of_a_frozen_encoder_get_their_gradients():
 
 
 @pytest.mark.parametrize(
-    ("loss", "error", "message"),
+    ("encoder", "loss", "error", "message"),
     [
-        (lambda x, y: x @ y.T, ValueError, r"loss.*\(7, 7\)"),
-        (lambda x, y: 1.0, TypeError, "loss.*float"),
-        (lambda x, y: {"loss": x.sum()}, TypeError, "loss.*dict"),
-        (lambda x, y: x.detach().sum(), ValueError, "loss.*requires a gradient"),
+        (None, lambda x, y: x @ y.T, ValueError, r"loss.*\(7, 7\)"),
+        (None, lambda x, y: 1.0, TypeError, "loss.*float"),
+        (None, lambda x, y: {"loss": x.sum()}, TypeError, "loss.*dict"),
+        (None, lambda x, y: x.detach().sum(), ValueError, "loss.*requires a gradient"),
+        (lambda x: {"a": x, "b": x}, None, TypeError, r"encoder 1 returned \(Tensor, Tensor\)"),
+        (lambda x: (None,), None, TypeError, r"encoder 1 returned \(NoneType\)"),
+        (lambda x: "no", None, TypeError, "encoder 1.*got str"),
     ],
 )
-def test_bad_losses(loss, error, message):
-    towers = (Tower(), Tower())
+def test_bad_losses_and_outputs_of_several_encoders(encoder, loss, error, message):
+    tower = Tower()
     with pytest.raises(error, match=message):
-        GradientCache(towers, loss, 3)(*pairs()).backward()
-    assert all(gradient is None for gradient in gradients(*towers))
+        GradientCache((tower, encoder or tower), loss or clip_loss, 3)(*pairs()).backward()
+    assert all(gradient is None for gradient in gradients(tower))
 
 
 @pytest.mark.parametrize("of", [lambda t: t, lambda t: t.forward, lambda t: lambda x: t(x)])
@@ -105,9 +113,10 @@ def test_a_frozen_tower_runs_once(of):
     assert tower.graph_recorded[1:] == [not module, False, False] + [True] * 3
 
 
-def test_a_partly_frozen_tower():
+@pytest.mark.parametrize("layer", [0, 3])  # for the last one a gradient passes through it
+def test_a_partly_frozen_tower(layer):
     towers, (x, y) = nn.ModuleList([Tower(), Tower()]), pairs()
-    towers[0].layers[0].requires_grad_(False)
+    towers[0].layers[layer].requires_grad_(False)
     step = GradientCache(towers, clip_loss, 3)
     assert_same(lambda: step(x, y), lambda: clip_loss(towers[0](x), towers[1](y)), towers)
 
@@ -147,13 +156,15 @@ def test_outputs_of_other_kinds(micro_batch_size):
     outputs_of(extra, loss, micro_batch_size)
 
 
-def test_an_output_of_none_keeps_its_position():
-    model = Tower()
-    step = GradientCache(
-        lambda a, b: (model(a), None, model(b)), lambda x, _, y: clip_loss(x, y), 3
-    )
-    batches = pairs()
-    assert_same(lambda: step(*batches), lambda: clip_loss(*map(model, batches)), model)
+def test_outputs_of_a_tuple_by_position():
+    model, batches = Tower(), pairs()
+    for encode, loss, outputs in (
+        (lambda a, b: (model(a), None, model(b)), lambda x, _, y: clip_loss(x, y), None),
+        (lambda a, b: (model(a), len(a), model(b)), lambda y, x: clip_loss(x, y), (2, 0)),
+    ):
+        step = GradientCache(encode, loss, 3, outputs=outputs)
+        plain = lambda: clip_loss(*map(model, batches))  # noqa: E731
+        assert_same(lambda step=step: step(*batches), plain, model)
 
 
 def test_an_output_that_the_loss_ignores_gets_no_gradient_as_in_a_plain_step():
@@ -165,9 +176,7 @@ def test_an_output_that_the_loss_ignores_gets_no_gradient_as_in_a_plain_step():
 @pytest.mark.parametrize(("kept", "passes"), [(0, 6), (2, 4)])
 def test_an_encoder_that_the_loss_ignores_has_no_second_pass(kept, passes):
     towers = (Tower(), Tower())
-    step = GradientCache(
-        towers, lambda x, y: x.square().sum() + x[:, 0].sum(), 3, kept_micro_batches=kept
-    )
+    step = GradientCache(towers, lambda x, y: x[:, 0].sum(), 3, kept_micro_batches=kept)
     step(*pairs()).backward()
     assert [len(tower.graph_recorded) for tower in towers] == [passes, 3]
     assert gradients(towers[1]) == [None] * 4
@@ -191,19 +200,6 @@ def test_outputs_that_cannot_be_joined(extra, micro_batch_size, error, message):
         outputs_of(extra, lambda x, y, z: clip_loss(x, y), micro_batch_size, plain=False)
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (lambda x: {"a": x, "b": x}, r"encoder 1 returned \(Tensor, Tensor\)"),
-        (lambda x: (None,), r"encoder 1 returned \(NoneType\)"),
-        (lambda x: "no", "encoder 1.*got str"),
-    ],
-)
-def test_bad_outputs_of_several_encoders(output, message):
-    with pytest.raises(TypeError, match=message):
-        GradientCache((Tower(), output), clip_loss, 3)(*pairs()).backward()
-
-
 def test_a_scale_that_is_nan_gives_a_nan_loss():
     model = TwoTowers()
     model.logit_scale.data.fill_(torch.nan)
@@ -219,3 +215,86 @@ def test_tensors_of_no_module_get_their_gradients(kind):
         GradientCache((lambda x: x @ weight,) * 2, clip_loss, 3)(*batches).backward()
         clip_loss(*(batch @ expected for batch in batches)).backward()
     assert_same_gradients([weight.grad], [expected.grad])
+
+
+class Graphs:
+    """Counts the living graphs of towers: each saves one tensor of 8 columns."""
+
+    def __init__(self):
+        self._alive, self.peak = weakref.WeakSet(), 0
+
+    def __call__(self):
+        return len(self._alive)
+
+    def pack(self, tensor):
+        saved = SavedTensor(tensor)
+        if tensor.shape[1:] == (8,) and type(tensor.grad_fn).__name__ == "AddmmBackward0":
+            self._alive.add(saved)
+            self.peak = max(self.peak, self())
+        return saved
+
+
+@pytest.fixture
+def graphs():
+    gc.disable()
+    counted = Graphs()
+    with torch.autograd.graph.saved_tensors_hooks(counted.pack, lambda saved: saved.tensor):
+        yield counted
+    gc.enable()
+
+
+@pytest.mark.parametrize("wrap", [lambda t: t, lambda t: lambda x: t(x)], ids=["module", "lambda"])
+@pytest.mark.parametrize(("kept", "most"), [(0, 1), (1, 2), (2, 4), (6, 12)])  # of both encoders
+def test_peak_memory_is_that_of_the_kept_micro_batches(kept, most, wrap, graphs):
+    tower = Tower()
+    step = GradientCache((wrap(tower), wrap(tower)), clip_loss, 2, kept_micro_batches=kept)
+    step(*pairs(12)).backward()
+    assert graphs.peak == most
+
+
+def test_the_graphs_that_are_kept_and_freed(graphs):
+    towers = (Tower(), Tower())
+    step = GradientCache(towers, clip_loss, 2, kept_micro_batches=2)
+    with torch.no_grad():
+        step(*pairs())
+    assert graphs() == 0
+    loss = step(*pairs())
+    assert graphs() == 4
+    del loss
+    assert graphs() == 0
+    towers[0].requires_grad_(False).graph_recorded.clear()
+    loss = step(*pairs())
+    assert graphs() == 2
+    loss.backward()
+    assert len(towers[0].graph_recorded) == 4  # once per micro-batch
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["encoder", "loss", "second pass"])
+def test_an_exception_frees_the_graphs_though_its_traceback_lives(graphs, where):
+    towers = (Tower(), Tower())
+    before = {"encoder": 3, "second pass": 4}.get(where)
+
+    def interrupt(*_):
+        if len(towers[1].graph_recorded) == before:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    handle = towers[1].register_forward_pre_hook(interrupt)
+
+    def loss(x, y):
+        assert graphs() == 4
+        if where == "loss":
+            raise Stop
+        return clip_loss(x, y)
+
+    step = GradientCache(towers, loss, 2, kept_micro_batches=2)
+    with pytest.raises((Stop, KeyboardInterrupt)) as caught:
+        step(*pairs()).backward()
+    assert caught.value.__traceback__ is not None
+    assert graphs() == 0
+    assert gradients(*towers) == [None] * len(gradients(*towers))
+    handle.remove()
+    GradientCache(towers, clip_loss, 2)(*pairs()).backward()  # the next step works

@@ -3,20 +3,23 @@
 import copy
 import functools
 import itertools
+import math
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.gradient_cache import GradientCache, UnusedParameters
+from megabatch.gradient_cache.wrappers import weights_differ
 from megabatch.losses import ClipLoss
+from tests.gradient_cache import towers
 from tests.gradient_cache.parallel import (
     KEPT,
     MICRO_BATCH_SIZES,
@@ -31,6 +34,7 @@ from tests.gradient_cache.parallel import (
     gradients,
     new_model,
     on_one_process,
+    sharded,
     synchronised,
     under_ddp,
     under_fsdp,
@@ -43,11 +47,6 @@ def counted(module, counts, **options):
     wrapped = DistributedDataParallel(module, **options)
     count_reductions(wrapped, counts)
     return wrapped
-
-
-def two_fsdp(model, counts):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return fully_shard(model.image, mesh=mesh), fully_shard(model.text, mesh=mesh)
 
 
 def image_locked(wrap):
@@ -63,10 +62,7 @@ def fsdp(model, counts):
 
 
 def fsdp_that_keeps_weights(model, counts):  # as the trainer does
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for part in (model.image, model.text, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
+    under_fsdp(model, reshard_after_forward=False).set_reshard_after_backward(False)
     return model
 
 
@@ -78,19 +74,16 @@ def one_tower(model, x, y):
     return model.image(x), model.image(y)
 
 
+searching = functools.partial(counted, find_unused_parameters=True)
 #: Encoders of a model, its outputs without them, and reductions per step.
 SETUPS = {
     "one DDP": (counted, nn.Module.__call__, 1),
     "two DDP": (lambda m, c: (counted(m.image, c), counted(m.text, c)), two_towers, 2),
     "one DDP for both": (lambda m, c: (counted(m.image, c),) * 2, one_tower, 1),
-    "DDP with a search": (
-        functools.partial(counted, find_unused_parameters=True),
-        nn.Module.__call__,
-        1,
-    ),
+    "DDP with a search": (searching, nn.Module.__call__, 1),
     "FSDP": (fsdp, nn.Module.__call__, 3),  # each of the three sharded modules once
     "FSDP with weights": (fsdp_that_keeps_weights, nn.Module.__call__, 3),
-    "two FSDP": (two_fsdp, two_towers, 2),
+    "two FSDP": (lambda m, c: (sharded(m.image), sharded(m.text)), two_towers, 2),
     "locked in DDP": (image_locked(counted), nn.Module.__call__, 1),
     "locked in FSDP": (image_locked(fsdp), nn.Module.__call__, 2),
 }
@@ -104,6 +97,13 @@ def clip_loss(x, y, logit_scale, sizes):
         for a, b in ((x, y), (y, x))
     )
     return dist.get_world_size() * sum(sides) / (2 * sum(sizes))
+
+
+def counting(model):
+    """A list that receives whether each forward pass of the image tower records a graph."""
+    calls = []
+    model.image.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    return calls
 
 
 class CountReduceScatter(TorchDispatchMode):
@@ -125,23 +125,27 @@ def test_two_processes_give_the_gradients_of_one(world: World) -> None:
             mine, whole = batches_of(world.rank, sizes)
             model, truth, counts = new_model(), new_model(), []
             truth.image.requires_grad_("locked" not in name)
+            calls = counting(model)
             expected = ClipLoss(group="local")(*plain(truth, *whole), **scale)
             (2 * expected).backward()
-            encoders = wrap(model, counts)
-            step = GradientCache(encoders, clip_loss, size, kept_micro_batches=kept)
+            encoders, fewest = wrap(model, counts), kept + world.rank  # the ranks' smallest counts
+            step = GradientCache(encoders, clip_loss, size, kept_micro_batches=fewest)
             with torch.no_grad():
                 evaluated = step(*mine, **scale, sizes=sizes)
             with CountReduceScatter() as scattered:
                 for _ in range(2):  # DDP rebuilds its buckets after the first
-                    loss = step(*mine, **scale, sizes=sizes)
-                    loss.backward()
-            value = loss.detach()
+                    calls.clear()
+                    (value := step(*mine, **scale, sizes=sizes)).backward()
+            value = value.detach()
             torch.testing.assert_close(evaluated, value)
             dist.all_reduce(value)
             case = f"{name}, shards {sizes}, micro-batches of {size}, {kept} of them kept"
             assert abs(value / world.size - expected) < 1e-9, case
             assert_same(model, gradients(truth), case)
             assert reductions == (len(counts) + scattered.count) / 2, case
+            if plain is nn.Module.__call__:  # what synchronises is encoded again
+                again = 0 if size >= max(sizes) else -(-max(sizes) // size) - kept
+                assert calls == [False] * again + [True] * (again + max(kept, not again)), case
 
 
 @pytest.fixture
@@ -151,17 +155,28 @@ def _one_process():
     dist.destroy_process_group()
 
 
+def delayed(tower):
+    names = {"delay_all_reduce_named_params": [*tower.second.named_parameters("second")]}
+    return DistributedDataParallel(tower, param_to_hook_all_reduce=tower.first.weight, **names)
+
+
+fsdp1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
+
+
 @pytest.mark.usefixtures("_one_process")
-def test_ddp_that_cannot_hold_back_reductions_is_refused():
-    for refused in ("static_graph", "delay_all_reduce_named_params"):
-        tower, x = Tower(), torch.ones(4, WIDTH)
-        options = {"static_graph": True}
-        if refused != "static_graph":
-            delayed = [*tower.second.named_parameters("second")]
-            options = {refused: delayed, "param_to_hook_all_reduce": tower.first.weight}
-        encoder = DistributedDataParallel(tower, **options)
-        with pytest.raises(ValueError, match=refused):
-            GradientCache((encoder, encoder), ClipLoss(), 2)(x, x)
+@pytest.mark.parametrize(
+    ("wrap", "refused"),
+    [
+        (functools.partial(DistributedDataParallel, static_graph=True), "static_graph"),
+        (delayed, "delay_all_reduce_named_params"),
+        (fsdp1, r"\(FSDP1\) reduces the gradients of encoder 0"),
+        (lambda tower: fsdp1(tower, use_orig_params=True).module, r"\(FSDP1\) .* of encoder 0"),
+    ],
+)
+def test_ddp_that_cannot_hold_back_reductions_is_refused(wrap, refused):
+    encoder, x = wrap(Tower()), torch.ones(4, WIDTH)
+    with pytest.raises(ValueError, match=refused):
+        GradientCache((encoder, encoder), ClipLoss(), 2)(x, x)
 
 
 @pytest.mark.usefixtures("_one_process")
@@ -178,9 +193,8 @@ def test_an_encoder_that_the_loss_does_not_use_stops_no_later_step():
 
 @on_processes(2)
 def test_ddp_around_the_whole_step_reduces_once_per_update(world: World) -> None:
-    cases = [*itertools.product(SHARDS, KEPT, ({},))]
-    for option in ("find_unused_parameters", "gradient_as_bucket_view"):
-        cases += [(SHARDS[1], KEPT[0], {option: True}), (SHARDS[2], KEPT[2], {option: True})]
+    options = {}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}
+    cases = [*zip(SHARDS, KEPT, options, strict=True), (SHARDS[2], KEPT[0], options[1])]
     for sizes, (size, kept), options in cases:
         parts = [batches_of(world.rank, sizes, seed) for seed in range(2)]
         expected_loss, expected = on_one_process([whole for _, whole in parts], [0.5, 0.5])
@@ -364,16 +378,81 @@ def test_encoders_with_other_numbers_of_rows_on_each_rank(world: World) -> None:
     def whole_loss(x, y):
         return (x @ y.T).square().mean()
 
+    def loss(x, y):
+        return whole_loss(Gather.apply(x, queries), Gather.apply(y, passages))
+
     model = new_model()
     whole_loss(model.image(x), model.text(y)).backward()
     expected = gradients(model)
-    for wrap in (DistributedDataParallel, functools.partial(fully_shard)):
+    for wrap in (DistributedDataParallel, sharded):
         model = new_model()
-        encoders = [wrap(model.image), wrap(model.text)]
-        step = GradientCache(
-            encoders,
-            lambda x, y: whole_loss(Gather.apply(x, queries), Gather.apply(y, passages)),
-            (2, 3),
-        )
+        step = GradientCache([wrap(model.image), wrap(model.text)], loss, (2, 3))
         step(x.split(queries)[world.rank], y.split(passages)[world.rank]).backward()
         assert_same(model, expected)
+
+
+def warnings_of_training(
+    world, make=lambda tower: tower, synchronise=lambda model: None, every=1, steps=10, **options
+):
+    """The warnings of a few steps on this rank; each rank has batches of its own.
+
+    Weights are compared at the beginning of the second and of the tenth.
+    """
+    torch.manual_seed(0)
+    model = make(towers.Tower())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    encoders = options.pop("encoders", lambda model: (model, model))(model)
+    step = GradientCache(encoders, towers.clip_loss, 3, **options)
+    torch.manual_seed(world.rank)
+
+    def train():
+        for i in range(steps):
+            step(*towers.pairs()).backward()
+            if (i + 1) % every == 0:
+                synchronise(model)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return towers.seen_in(train, "ranks differ")
+
+
+@on_processes(2)
+def test_one_warning_of_encoders_that_are_not_synchronised(world: World) -> None:
+    def functions(tower):
+        return lambda x: tower(x), functools.partial(tower)
+
+    for step, options in ((2, {}), (2, {"encoders": functions, "steps": 3}), (10, {"every": 4})):
+        messages = warnings_of_training(world, **options)
+        assert len(messages) == (world.rank == 0)
+        expected = f"beginning of step {step}: the 1-norm of a parameter .* rank 0 and .* rank 1\\."
+        assert all(re.search(expected, message) for message in messages)
+
+
+def average(model):
+    """Like DeepSpeed, or Lightning's DDP around a whole training step."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+
+@on_processes(2)
+def test_no_warning_if_weights_stay_the_same(world: World) -> None:
+    for make in (DistributedDataParallel, sharded):
+        assert warnings_of_training(world, make, steps=3) == []
+    assert warnings_of_training(world, synchronise=average, every=2) == []
+    assert warnings_of_training(world, group="local", steps=3) == []  # compares nothing
+
+
+def differ(*parameters):
+    return weights_differ(2, parameters, None)
+
+
+@on_processes(2)
+def test_the_parameters_that_are_compared(world: World) -> None:
+    """Any of them; shards are not; NaN equals NaN."""
+    same = [nn.Parameter(torch.tensor([math.nan, 1.0])), nn.Parameter(torch.ones(2))]
+    assert not differ(*same)
+    assert differ(*same, nn.Parameter(torch.tensor([1.0 * world.rank])), *same)
+    torch.manual_seed(world.rank)
+    assert not differ(*sharded(towers.Tower()).parameters())
+    assert differ(*towers.Tower().parameters())

@@ -1,7 +1,7 @@
 """Small encoders, dense losses and comparisons."""
 
 import random
-from types import SimpleNamespace
+import warnings
 
 import numpy as np
 import torch
@@ -25,13 +25,8 @@ class Tower(nn.Module):
         self.layers = nn.Sequential(
             nn.Linear(WIDTH, 8), nn.GELU(), nn.Dropout(dropout), nn.Linear(8, DIMS)
         )
-        # Held by another object, as a frozen module whose own attributes change is run again.
-        self._seen = SimpleNamespace(graph_recorded=[])
-
-    @property
-    def graph_recorded(self):
-        """For each forward pass, whether it recorded a graph."""
-        return self._seen.graph_recorded
+        #: For each forward pass, whether it recorded a graph.
+        self.graph_recorded = []
 
     def forward(self, x):
         self.graph_recorded.append(torch.is_grad_enabled())
@@ -44,18 +39,6 @@ class Checkpointed(Tower):
     def forward(self, x):
         x = checkpoint(self.layers[0], x.clone().requires_grad_(), use_reentrant=True)
         return F.normalize(self.layers[1:](x), dim=-1)
-
-
-class HiddenTower(nn.Module):
-    """Calls a tower whose parameters are not among the module's own."""
-
-    def __init__(self, tower):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-        self.encode = tower.forward  # a method: the tower is no child of this module
-
-    def forward(self, x):
-        return self.encode(self.layer(x))
 
 
 class TwoTowers(nn.Module):
@@ -156,3 +139,11 @@ def one_graph(encoders, batches, loss, micro_batch_size):
         for encoder, batch in zip(encoders, batches, strict=True)
     ]
     return loss(*features)
+
+
+def seen_in(run, part):
+    """The warnings with this part that a function's call gives, as strings."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run()
+    return [str(w.message) for w in seen if w.category is UserWarning and part in str(w.message)]

@@ -70,7 +70,6 @@ def curves_of(records: list[Any]) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
-@pytest.mark.usefixtures("no_report")
 def test_event_files_are_in_the_order_of_their_runs(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -84,115 +83,6 @@ def test_event_files_are_in_the_order_of_their_runs(
 
 
 @pytest.mark.usefixtures("no_report")
-def test_a_resumed_run_gives_each_tracker_its_curves_and_settings_under_one_id(
-    make_config: MakeConfig,
-    pictures: Path,
-    straight: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from mlflow.tracking import MlflowClient
-
-    config = make_config(tmp_path / "run", report_to="wandb,mlflow", val_data=str(pictures))
-    with monkeypatch.context() as patch:
-        signal_after(patch, 7, signal.SIGINT)
-        assert train(config) == 130
-    client = MlflowClient(tracking_uri=f"sqlite:///{config.output}/mlflow.db")
-    ids = json.loads((config.output / "trackers.json").read_text())
-    assert client.get_run(ids["mlflow"]).info.status == "KILLED"
-    shutil.rmtree(config.output / "checkpoints/step-00000008")  # two steps are repeated
-    assert train(replace(config, resume=True)) == 0
-    assert weights(config.output) == weights(straight.output)
-    assert json.loads((config.output / "trackers.json").read_text()) == ids
-    assert load_config(config.output / "config.toml").report_to == config.report_to
-    assert not (config.output / "tensorboard").exists()
-    check_weights_and_biases(config.output, ids["wandb"])
-    check_mlflow(config.output, client.get_run(ids["mlflow"]), client)
-
-
-def check_weights_and_biases(folder: Path, run_id: str) -> None:
-    records = offline_records(folder)
-    runs = [record.run for record in records if record.HasField("run")]
-    assert [(run.run_id, run.project) for run in runs] == [(run_id, "megabatch")] * 2
-    assert [run.display_name for run in runs] == [folder.name] * 2
-    updates = [u for record in records for u in (*record.config.update, *record.run.config.update)]
-    told = {update.key: update.value_json for update in updates}
-    assert (told["global_batch_size"], told["loss"]) == ("8", '"clip"')
-    curves = curves_of(records)
-    for name in ("loss", "grad_norm", "logit_scale"):
-        # Only the server knows, in which steps a resumed run has points already.
-        points = sorted(set(curves[f"train/{name}"]))
-        assert points == [(r["step"], r[name]) for r in logged(folder)]
-    evaluation = json.loads((folder / "evaluation.json").read_text())
-    recall = evaluation["retrieval"]["pairs"]["model"]["image_to_text/recall@1"]
-    assert curves["val/pairs/image_to_text/recall@1"] == [(12, recall)]
-
-
-def check_mlflow(folder: Path, run: Any, client: Any) -> None:
-    assert run.info.status == "FINISHED"
-    assert run.data.params["steps"] == "12"
-    history = client.get_metric_history(run.info.run_id, "train/loss")
-    losses = [(record["step"], record["loss"]) for record in logged(folder)]
-    assert sorted((metric.step, metric.value) for metric in history) == losses
-    (recall,) = client.get_metric_history(run.info.run_id, "val/pairs/image_to_text/recall_at_1")
-    assert recall.step == 12
-
-
-class Recorder:
-    """A tracker that fails from a step on."""
-
-    def __init__(self, fails_at: int) -> None:
-        self.fails_at = fails_at
-        self.steps: list[int] = []
-        self.ended = ""
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        if step >= self.fails_at:
-            raise RuntimeError("the server\nis gone")
-        self.steps.append(step)
-
-    def close(self, ended: str) -> None:
-        self.ended = ended
-
-
-def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(
-    make_config: MakeConfig,
-    straight: TrainConfig,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    failing, sound = Recorder(5), Recorder(1000)
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda config, step: failing)
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda config, step: sound)
-    config = make_config(tmp_path / "run", report_to="wandb,mlflow")
-    assert train(config) == 0
-    told = "--report-to wandb failed, going on without it: the server is gone"
-    assert capsys.readouterr().out.count(told) == 1
-    assert (failing.steps, failing.ended) == ([1, 2, 3, 4], "")
-    assert (sound.steps, sound.ended) == (list(range(1, 13)), "finished")
-    assert weights(config.output) == weights(straight.output)
-
-
-def test_a_tracker_that_cannot_start_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(config: TrainConfig, step: int) -> Recorder:
-        raise ValueError("no key")
-
-    sound = Recorder(1000)
-    monkeypatch.setitem(trackers.TRACKERS, "wandb", refuse)
-    monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda config, step: sound)
-    told: list[str] = []
-    started = Trackers()
-    started.start(TrainConfig(output=tmp_path, report_to="wandb, mlflow"), 0, told.append)
-    started.step({"step": 1, "loss": 1.0})
-    with pytest.raises(KeyError), started:
-        raise KeyError
-    assert told == ["--report-to wandb failed, going on without it: no key"]
-    assert (sound.steps, sound.ended) == ([1], "failed")
-
-
 def test_a_resumed_run_gives_each_tracker_its_curves_and_settings_under_one_id(
     make_config: MakeConfig,
     pictures: Path,

@@ -69,22 +69,18 @@ def _scalar_on_host() -> Tensor:
     return torch.zeros((), device="cpu", dtype=torch.float32)
 
 
-def reached_from(
-    outputs: Iterable[Tensor], stop_at: Iterable[Tensor] = ()
-) -> tuple[dict[int, Tensor], bool]:
-    """Follow the graph of `outputs` to its leaves, or to the tensors of `stop_at`.
+def reached_from(outputs: Iterable[Tensor]) -> tuple[dict[int, Tensor], bool]:
+    """Follow the graph of `outputs` to its leaves.
 
     Returns:
         The leaves by id, and whether the graph has a reentrant checkpoint, whose backward pass
         starts another one: torch.autograd.grad is not possible, and leaves behind it are invisible.
     """
-    leaves, reentrant = {}, False
-    seen: set[Any] = {None, *(tensor.grad_fn for tensor in stop_at)}
-    stack: list[Any] = []
-    for output in outputs:
-        stack.append(output.grad_fn)
-        if output.grad_fn is None and output.requires_grad:
-            leaves[id(output)] = output
+    outputs = [*outputs]
+    leaves = {id(t): t for t in outputs if t.grad_fn is None and t.requires_grad}
+    reentrant = False
+    seen: set[Any] = {None}
+    stack: list[Any] = [output.grad_fn for output in outputs]
     while stack:
         node = stack.pop()
         if node in seen:
@@ -129,19 +125,18 @@ class GradientSums:
 
     def __init__(self, inputs: Sequence[Tensor], accumulated: Sequence[bool]) -> None:
         """`accumulated`: for each input, whether its gradient goes to `.grad`."""
-        self._inputs = inputs
-        self._known = {id(tensor) for tensor in inputs}
+        self._inputs = {id(tensor): tensor for tensor in inputs}
         self._in_place = {
             id(tensor)
             for tensor, to_grad in zip(inputs, accumulated, strict=False)
-            if to_grad and tensor.is_leaf and tensor.grad is not None
+            if to_grad and tensor.grad is not None
             if _is_plain(tensor.grad) and not tensor.grad.requires_grad and not tensor_hooks(tensor)
         }
         self._sums: dict[int, Tensor] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the tensor is one of the inputs."""
-        return id(tensor) in self._known
+        return id(tensor) in self._inputs
 
     def add_from(
         self,
@@ -156,8 +151,8 @@ class GradientSums:
             The gradients of `wanted`, None for those that got none.
         """
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        known = [tensor for tensor in tensors if tensor.is_leaf and tensor in self]
-        others = [tensor for tensor in tensors if not (tensor.is_leaf and tensor in self)]
+        known = [tensor for tensor in tensors if tensor in self]
+        others = [tensor for tensor in tensors if tensor not in self]
         with contextlib.ExitStack() as stack:
             for leaf in known:
                 stack.enter_context(_only_hook(leaf, functools.partial(self._take, leaf)))
@@ -191,7 +186,7 @@ class GradientSums:
         sums, self._sums = self._sums, {}
         for key in self._in_place & sums.keys():
             sums[key] = _zero(sums[key])
-        return [sums.get(id(tensor)) for tensor in self._inputs]
+        return [sums.get(key) for key in self._inputs]
 
     def _take(self, leaf: Tensor, gradient: Tensor) -> Tensor | None:
         self.add(leaf, gradient)
@@ -223,12 +218,6 @@ def _only_hook(leaf: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Iterato
         hooks.update(own)
 
 
-def is_from_torch(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is PyTorch's own."""
-    module = getattr(hook, "__module__", None) or type(hook).__module__
-    return module.split(".")[0] == "torch"
-
-
 def call_hooks_only_with_gradient(leaf: Tensor) -> None:
     """Let the hooks of a leaf that gets no gradient here be called only if it gets another one.
 
@@ -246,5 +235,6 @@ def call_hooks_only_with_gradient(leaf: Tensor) -> None:
 
     for hooks in (tensor_hooks(leaf), accumulation_hooks(leaf)):
         for key, hook in [*(hooks or {}).items()]:
-            if hooks and not is_from_torch(hook):  # autograd holds this very dictionary
+            module = getattr(hook, "__module__", None) or type(hook).__module__
+            if hooks and module.split(".")[0] != "torch":  # autograd holds this very dictionary
                 hooks[key] = functools.partial(call, hooks, key, hook)

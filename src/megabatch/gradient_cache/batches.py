@@ -10,10 +10,12 @@ the encoder unchanged with each micro-batch.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
 import itertools
+import sys
 from collections.abc import (
     Callable,
     Collection,
@@ -30,12 +32,13 @@ import torch
 from torch import Tensor
 
 from megabatch.ahead import one_ahead
-from megabatch.gradient_cache.by_length import equal_rows, equal_tokens, growth
 
 #: Of an encoder's output: a position in a tuple, or a mapping's key.
 Key: TypeAlias = "int | str"
 #: A micro-batch's rows of each batch; the last element is a dict of those passed by keyword.
 Parts: TypeAlias = "tuple[Any, ...]"
+#: Lengths of sorted sequences: a number of columns, and how many rows need it, the longest first.
+Runs: TypeAlias = "Sequence[tuple[int, int]]"
 
 #: With two rows batch normalisation has statistics, and an output per sample is no single number.
 PLACEHOLDER_ROWS = 2
@@ -269,6 +272,70 @@ def _check_padding(name: str, mask: Tensor, lengths: Tensor) -> None:
         )
 
 
+# --- the rows of micro-batches: equally many, or of equal numbers of tokens ----------------------
+
+
+def equal_rows(rows: int, size: int) -> list[slice]:
+    """Micro-batches of `size` rows; the last one may have fewer."""
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def equal_tokens(runs: Runs, count: int) -> list[slice]:
+    """Divide sequences into `count` micro-batches, the largest with as few tokens as possible.
+
+    A micro-batch has at least one row; its tokens are rows times the columns of the first one.
+    """
+    found = equal_token_runs(runs, count)
+    sizes = [size for size, _, number in found for _ in range(number)]
+    ends = itertools.accumulate(sizes)
+    return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def equal_token_runs(runs: Runs, count: int) -> list[tuple[int, int, int]]:
+    """Runs of equal micro-batches of `equal_tokens`: rows, columns of the first row, and number."""
+    spare = sum(n for _, n in runs) - count  # beyond a row for each micro-batch
+    return _packed(runs, fewest_tokens(runs, count), spare)
+
+
+def fewest_tokens(runs: Runs, count: int) -> int:
+    """The tokens of the largest micro-batch in `equal_tokens`; 0 without any row."""
+    if not runs:
+        return 0
+    longest = runs[0][0]
+    most = -(-sum(n for _, n in runs) // count) * longest  # as with equal rows
+
+    def suffices(limit: int) -> bool:  # with more tokens in each micro-batch, fewer are needed
+        return sum(number for *_, number in _packed(runs, limit)) <= count
+
+    return longest + bisect.bisect_left(range(longest, most), True, key=suffices)
+
+
+def growth(runs: Runs, columns: int, count: int) -> float:
+    """How many times as many tokens the largest micro-batch has if one row needs all `columns`."""
+    if not runs:
+        return 1.0
+    (longest, n), *others = runs
+    longer = [(columns, 1), (longest, n - 1), *others]
+    return fewest_tokens(longer, count) / fewest_tokens(runs, count)
+
+
+def _packed(runs: Runs, limit: int, spare: int = sys.maxsize) -> list[tuple[int, int, int]]:
+    """As `equal_token_runs`, with at most `limit` tokens each, and `spare` more rows than parts."""
+    found: list[tuple[int, int, int]] = []
+    start = end = 0
+    for columns, n in runs:
+        end += n
+        while start < end:
+            size = min(limit // columns, 1 + spare)
+            number = -(-(end - start) // size)  # the last of them may reach into the next run
+            if size > 1:
+                number = min(number, spare // (size - 1))
+            found.append((size, columns, number))
+            spare -= number * (size - 1)
+            start += number * size
+    return found
+
+
 # --- an encoder's batches, one micro-batch at a time ---------------------------------------------
 
 
@@ -332,6 +399,13 @@ class Feed:
         named = {**batches, **{k: batch.batch for k, batch in self._sorted.items()}}
         self.rows = batch_size(named)
         self.watched = {p: t for k, b in named.items() for p, t in named_tensors(b, k).items()}
+        for path, tensor in self.watched.items():
+            if torch.is_grad_enabled() and tensor.grad_fn is not None:
+                raise ValueError(
+                    f"{path} of {name}: expected no result of a computation with gradients "
+                    f"({tensor.grad_fn.name()}), through which each micro-batch would "
+                    "backpropagate: compute it inside the encoder, or detach it"
+                )
         self._keywords = keywords
         # A rank without rows still takes part in the collectives.
         self._batches = named if self.rows else {k: placeholder(b) for k, b in named.items()}

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from megabatch.gradient_cache.autograd import GradientSums, reached_from
 from megabatch.gradient_cache.batches import Feed, MicroBatch, Parts
-from megabatch.gradient_cache.checks import PassesCheck
 from megabatch.gradient_cache.outputs import CachedOutputs, Outputs, allocated
 from megabatch.gradient_cache.state import (
     ForwardState,
-    FrozenParts,
+    PassesCheck,
     Watched,
     cuda_devices,
     keep_running_statistics,
@@ -24,9 +23,9 @@ from megabatch.gradient_cache.state import (
 from megabatch.gradient_cache.wrappers import (
     Wrappers,
     check_ddp_around,
+    check_not_fsdp1,
     modules_in,
     parameters_in,
-    reduces_by_itself,
 )
 from megabatch.torch_internals import ddp_around
 
@@ -47,17 +46,13 @@ class Encoding:
 
     Attributes:
         inputs: the tensors that get gradients: parameters, and batches that require a gradient.
-        direct: whether gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP, FSDP
+        direct: whether gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP, FSDP2
             and reentrant checkpoints need it.
         activations: bytes of each micro-batch's graph on GPUs, by the number of the micro-batch.
     """
 
     def __init__(
-        self,
-        encoder: Any,
-        feed: Feed,
-        outputs: CachedOutputs,
-        check: PassesCheck | None,
+        self, encoder: Any, feed: Feed, outputs: CachedOutputs, check: PassesCheck | None
     ) -> None:
         """Find the encoder's modules, parameters and wrappers; `check` compares both passes."""
         self.name = feed.name  # for messages
@@ -65,16 +60,15 @@ class Encoding:
         self.modules = modules_in(encoder)
         self.wrappers = Wrappers(self.modules)
         self.parameters = parameters_in(encoder)
+        check_not_fsdp1(self.name, self.parameters.values())
         tensors = [*self.parameters.values(), *feed.tensors]
         self.inputs = [tensor for tensor in tensors if tensor.requires_grad]
-        self._graph_inputs = [t for t in self.inputs if not t.is_leaf]  # of another graph
         self.devices = cuda_devices(tensors)
         if feed.device is not None and feed.device.type == "cuda":
             self.devices.add(feed.device)
         trained = any(parameter.requires_grad for parameter in self.parameters.values())
         self.requires_grad = isinstance(encoder, nn.Module) and trained
-        self._fsdp1 = reduces_by_itself(self.modules)
-        self.direct = bool(self.wrappers) or self._fsdp1
+        self.direct = bool(self.wrappers)
         self._ddp_around = ddp_around()
         self._watched = [
             Watched(f"parameter {name}", p)
@@ -96,17 +90,12 @@ class Encoding:
 
         `only`: no encoder has more than one micro-batch on any rank, whose graph is always kept.
         Otherwise, with wrappers, the micro-batch that synchronises is encoded again, after all
-        other backward passes, as DDP prepares its reduction in a forward pass. FSDP1 reduces only
-        the gradients of its latest forward pass: it keeps none.
+        other backward passes, as DDP prepares its reduction in a forward pass.
         """
         idle = MicroBatch(slice(self.feed.rows, self.feed.rows))
         self.micro_batches += [idle] * (count - len(self.micro_batches))
         self._only = only
-        # Of parts that need not run in the second pass, if there is one.
-        searched = self.modules if torch.is_grad_enabled() and not only else []
-        self._frozen = FrozenParts(searched, self.devices)
-        possible = 0 if self._fsdp1 else count - bool(self.wrappers)
-        self.kept = 1 if only else min(most, possible)
+        self.kept = 1 if only else min(most, count - bool(self.wrappers))
 
     @property
     def encoded_twice(self) -> list[MicroBatch]:
@@ -191,13 +180,12 @@ class Encoding:
             torch.clear_autocast_cache()
         # Only the outputs of a function show whether it depends on a parameter: record empty graphs
         # until one does.
-        shows = not self.requires_grad or (i == 0 and bool(self._frozen))
-        graph = torch.is_grad_enabled() and (keep or shows)
+        graph = torch.is_grad_enabled() and (keep or not self.requires_grad)
         state = ForwardState(self.devices, self.buffers)
         self._states.append(state)
         before = allocated(self.devices)
         statistics = keep_running_statistics(self.modules if micro_batch.idle else [])
-        with statistics, torch.set_grad_enabled(graph), self._frozen.recorded():
+        with statistics, torch.set_grad_enabled(graph):
             outputs = self._encode(parts)
         if i == 0:
             self.buffers = state.keep_updated(compare=self._check is not None)
@@ -217,11 +205,11 @@ class Encoding:
         A wrapper around it may be out of sight, too, and would reduce each micro-batch's gradient.
         FSDP replaces parameters while its modules run.
         """
-        leaves, reentrant = reached_from(outputs, self._graph_inputs)
+        leaves, reentrant = reached_from(outputs)
         known = {id(tensor) for tensor in self.inputs}
         parameters = (leaf for leaf in leaves.values() if isinstance(leaf, nn.Parameter))
         hidden = [parameter for parameter in parameters if id(parameter) not in known]
-        if hidden and not (self.wrappers.shards or self._fsdp1):
+        if hidden and not self.wrappers.shards:
             raise RuntimeError(
                 f"GradientCache: {self.name} uses a parameter of shape {(*hidden[0].shape,)} that "
                 "is in no module found in it: expected a module, a function that refers to the "
@@ -233,8 +221,7 @@ class Encoding:
         self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums
     ) -> None:
         before = allocated(self.devices)
-        with self._frozen.replayed(i):
-            encoded = self._encode(parts)
+        encoded = self._encode(parts)
         self.activations[i] = allocated(self.devices) - before
         if i == 0 and self._check is not None:
             self._check.compare(self.name, self._first, self.outputs.without_graph(encoded))
@@ -251,7 +238,7 @@ class Encoding:
         leaves, reentrant = self._leaves_of(outputs)
         self.check_unchanged(*_BY_HOOK, batches=False)
         if not (self.direct or reentrant):
-            sums.add_from(outputs, upstream, [*leaves.values(), *self._graph_inputs])
+            sums.add_from(outputs, upstream, leaves.values())
             return
         if len(self.micro_batches) > 1 and not self.wrappers:
             check_ddp_around(self.name, self._ddp_around)

@@ -30,12 +30,7 @@ class CachedOutputs:
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        wanted: Sequence[Key] | None,
-        dtype: torch.dtype | None,
-        *,
-        single: bool,
+        self, feed: Feed, wanted: Sequence[Key] | None, dtype: torch.dtype | None, *, single: bool
     ) -> None:
         """`wanted`: keys to be cached, in this dtype; `single`: it must be one tensor."""
         self.cached: Outputs = {}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megabatch.gradient_cache.autograd import (
     GradientSums,
@@ -17,7 +19,6 @@ from megabatch.gradient_cache.autograd import (
     is_accumulated,
     reached_from,
 )
-from megabatch.gradient_cache.checks import PendingLoss, out_of_memory_on_all_ranks
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.gradient_cache.state import ForwardContext, ForwardState, cuda_devices
@@ -33,6 +34,10 @@ _BETWEEN = (
     "in place after the step was called",
     "call loss.backward() before optimizer.step(), and leave batches as they are until then",
 )
+
+
+class OutOfMemoryOnAllRanks(torch.OutOfMemoryError):
+    """Memory ran out on a rank, and all ranks stopped at the same place: they may try again."""
 
 
 class Step:
@@ -58,7 +63,6 @@ class Step:
         """
         self.encodings = encodings
         self.inputs: list[Tensor] = []
-        self.pending: PendingLoss | None = None
         self._name = f"step {number}"
         self._group = group
         self._memory = memory
@@ -67,7 +71,6 @@ class Step:
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         modules = [module for encoding in encodings for module in encoding.modules]
         self._context = ForwardContext(dict.fromkeys(modules), self._devices)
-        self._aliases: dict[Tensor, Tensor] = {}
         self._loss_leaves: list[Tensor] = []
         self._loss: Tensor | None = None
         self._begun = False
@@ -76,7 +79,7 @@ class Step:
         """Encode, and return the value of `loss(..., **keywords)` with the second pass's node."""
         try:
             # As below: weights that are cached without a graph pass no gradient on.
-            with self._agreed_memory("first pass"), parametrizations_not_cached():
+            with self._memory_on_all_ranks("first pass"), parametrizations_not_cached():
                 for encoding in self.encodings:
                     encoding.forward()
             for encoding in self.encodings:  # without a second pass its rows are not used again
@@ -96,8 +99,7 @@ class Step:
         accumulated = [is_accumulated(node) for node in nodes]
         self._check(all(accumulated))
         all_gather_numbers(f"GradientCache, backward pass of {self._name}", [], self._group)
-        assert self.pending is not None
-        self.pending.backpropagated()
+        self.pending.end()
         self._begun = True
         sums = GradientSums(self.inputs, accumulated)
         buffers = [buffer for encoding in self.encodings for buffer in encoding.buffers]
@@ -109,44 +111,47 @@ class Step:
                 self._encode_again(sums)
             results = sums.results()
             for tensor, gradient in zip(self.inputs, results, strict=True):
-                if gradient is None and tensor.is_leaf:
+                if gradient is None:
                     call_hooks_only_with_gradient(tensor)
             return results or [None]
         finally:
             state.restore()
             self._release()
 
-    def _agreed_memory(self, part: str) -> contextlib.AbstractContextManager[None]:
-        """If activations are kept, raise an error on all ranks when memory runs out on one."""
+    @contextlib.contextmanager
+    def _memory_on_all_ranks(self, part: str) -> Iterator[None]:
+        """If graphs may be kept, raise an error on all ranks if memory runs out inside on one.
+
+        Inside there must be no exchange between ranks. `part`: of the step, for messages.
+        """
         if not self._keeps:
-            return contextlib.nullcontext()
+            yield
+            return
+        failed = False
+        try:
+            yield
+        except torch.OutOfMemoryError:  # raised again below, where it keeps no tensors alive
+            failed = True
         call = f"GradientCache, {part} of {self._name}"
-        return out_of_memory_on_all_ranks(call, self._group)
+        table = all_gather_numbers(call, [int(failed)], self._group)
+        ranks = ", ".join(str(rank) for rank, (out,) in enumerate(table) if out)
+        if ranks:
+            raise OutOfMemoryOnAllRanks(f"{call}: out of memory on rank {ranks}")
 
     def _compute_loss(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Tensor:
         """Compute the loss of the cached outputs, shape (), and keep its graph."""
-        detached = {name: self._detached(value) for name, value in keywords.items()}
-        self._loss = loss = loss_of(self.encodings, function, detached)
+        self._loss = loss = loss_of(self.encodings, function, keywords)
         if not loss.requires_grad:
             raise ValueError("loss: the value returned depends on nothing that requires a gradient")
         features = {id(t): t for encoding in self.encodings for t in encoding.outputs.trained()}
         for tensor in features.values():  # the step's own backward pass accumulates nothing there
             tensor.register_post_accumulate_grad_hook(_refuse_gradient)
-        inside = {*features, *map(id, self._aliases.values())}
         leaves = reached_from([loss])[0].items()
-        self._loss_leaves = [leaf for key, leaf in leaves if key not in inside]
+        self._loss_leaves = [leaf for key, leaf in leaves if key not in features]
         inputs = [t for encoding in self.encodings for t in encoding.inputs]
-        inputs += [*self._loss_leaves, *self._aliases]
+        inputs += self._loss_leaves
         self.inputs = list({id(tensor): tensor for tensor in inputs}.values())
         return loss
-
-    def _detached(self, value: Any) -> Any:
-        """Replace a result of the caller's graph, which may be used elsewhere too, by a leaf."""
-        if not (isinstance(value, Tensor) and value.requires_grad and not value.is_leaf):
-            return value
-        if value not in self._aliases:
-            self._aliases[value] = value.detach().requires_grad_()
-        return self._aliases[value]
 
     def _check(self, all_accumulated: bool) -> None:
         # With create_graph, gradients are enabled here.
@@ -175,13 +180,11 @@ class Step:
         reduced = [leaf for leaf in self._loss_leaves if id(leaf) in wrapped]
         others = [leaf for leaf in self._loss_leaves if id(leaf) not in wrapped]
         features = [t for encoding in self.encodings for t in encoding.outputs.trained()]
-        wanted = [*reduced, *self._aliases.values(), *features]
+        wanted = [*reduced, *features]
         gradients = sums.add_from([loss], [upstream.to(loss).reshape(())], others, wanted)
         found = {id(t): gradient for t, gradient in zip(wanted, gradients, strict=True)}
         for leaf in reduced:
             add_to_grad(leaf, found[id(leaf)])
-        for tensor, alias in self._aliases.items():
-            sums.add(tensor, found[id(alias)])
         del loss, features, wanted, gradients
         for encoding in self.encodings:
             encoding.outputs.take_gradients(found, zeros=encoding.prepared)
@@ -190,10 +193,9 @@ class Step:
                 encoding.outputs.move_gradients_to_host(self._gradients_on_host)
 
     def _encode_again(self, sums: GradientSums) -> None:
-        self._memory.peak_before_second_pass = sum(
-            map(torch.cuda.max_memory_allocated, self._devices)
-        )
-        with self._agreed_memory("kept graphs"):  # of all encodings: then the memory is free
+        peaks = map(torch.cuda.max_memory_allocated, self._devices)
+        self._memory.peak_before_second_pass = sum(peaks)
+        with self._memory_on_all_ranks("kept graphs"):  # of all encodings: then the memory is free
             for encoding in self.encodings:
                 encoding.backward_kept(sums)
         encodings = [encoding for encoding in self.encodings if encoding.outputs.gradients]
@@ -207,8 +209,7 @@ class Step:
         """Free batches and graphs, though the caller may keep the loss."""
         for encoding in self.encodings:  # a traceback may refer to them
             encoding.release()
-        self.encodings, self.inputs, self._loss_leaves = [], [], []
-        self._aliases, self._loss = {}, None
+        self.encodings, self.inputs, self._loss_leaves, self._loss = [], [], [], None
 
 
 def loss_of(
@@ -237,3 +238,33 @@ def _refuse_gradient(features: Tensor) -> None:
         "not through the step's loss, so it would not reach the encoders: compute everything "
         "that depends on the features inside the loss, and return the sum"
     )
+
+
+class PendingLoss:
+    """Raises an error if an optimizer steps for nothing, as the loss was not backpropagated.
+
+    Nothing else would report such a loop: optimizers skip parameters without a gradient.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        """`parameters`: those that the loss depends on."""
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self._hook = register_optimizer_step_post_hook(self._check)
+
+    def end(self) -> None:
+        """Check no more: the loss's backward pass begins, or another loss takes its place."""
+        self._hook.remove()
+
+    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        have_gradients = any(parameter.grad is not None for parameter in stepped)
+        waiting = {id(parameter()) for parameter in self._parameters}
+        if have_gradients or waiting.isdisjoint(map(id, stepped)):
+            return
+        self.end()
+        raise RuntimeError(
+            "GradientCache: an optimizer stepped, but there is no gradient, as the loss of the "
+            "last step was not backpropagated: call loss.backward() before optimizer.step() (a "
+            "step does not fill .grad by itself), or call the step under torch.no_grad() if you "
+            "only need the value of its loss"
+        )

@@ -1,31 +1,21 @@
-"""The state that both passes must find: random numbers, settings, buffers, unchanged tensors.
-
-Frozen parts of a model (LiT) run in the first pass alone; the second reuses their outputs.
-"""
+"""The state that both passes must find: random numbers, settings, buffers, unchanged tensors."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
+import math
 import random
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeAlias
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.autograd import is_from_torch
-from megabatch.torch_internals import (
-    forward_hooks,
-    is_compiled,
-    parametrizations_not_cached,
-    uncompiled,
-    version_of,
-)
+from megabatch.gradient_cache.outputs import Outputs
+from megabatch.torch_internals import parametrizations_not_cached, version_of
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -36,9 +26,10 @@ INTEGERS = 1 << 16
 #: A buffer by its module and its name, as another tensor may take its place.
 Buffer: TypeAlias = "tuple[nn.Module, str]"
 
-#: A part's calls in one micro-batch: a copy of each output with the random state after the call, or
-#: None if it cannot be reused.
-Calls: TypeAlias = "list[tuple[Tensor, RandomState] | None]"
+#: Training steps whose two passes are compared; weights that start at zero may hide a difference.
+COMPARED = (1, 10, 100, 1000)
+#: Relative difference in norm that features may have between the passes: rounding stays below it.
+DIFFERENCE = 0.05
 
 #: Names of buffers that forward passes change by `buffer.data`, which has a version of its own.
 _uncounted: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
@@ -52,27 +43,6 @@ def cuda_devices(tensors: Iterable[Tensor] = ()) -> set[torch.device]:
     return devices
 
 
-class RandomState:
-    """The state of PyTorch's generators on the CPU and CUDA devices, of Python's and NumPy's."""
-
-    def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Save the current state."""
-        self._cpu = torch.get_rng_state()
-        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy.random")
-        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
-
-    def restore(self) -> None:
-        """Make it the current state again."""
-        torch.set_rng_state(self._cpu)
-        for device, state in self._cuda.items():
-            torch.cuda.set_rng_state(state, device)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
-
-
 class ForwardContext:
     """The settings of a step's call, which the second pass needs again when `.backward()` runs.
 
@@ -80,13 +50,14 @@ class ForwardContext:
     """
 
     def __init__(self, modules: Iterable[nn.Module], devices: Iterable[torch.device]) -> None:
-        """Save the current settings."""
         self._training = {module: module.training for module in modules}
-        self._dtype, self._precision = torch.get_default_dtype(), _precision()
+        self._dtype = torch.get_default_dtype()
         # torch.get_default_device() of PyTorch 2.9 raises after torch.set_default_device(None).
         self._device = torch.empty(0).device
         self._autocast = {kind: _autocast(kind) for kind in ("cpu", "cuda")}
-        self._cache_enabled = torch.is_autocast_cache_enabled()
+        self._cached = torch.is_autocast_cache_enabled()
+        matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        self._precisions = {matmul: matmul.fp32_precision for matmul in matmuls}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
     @contextlib.contextmanager
@@ -98,30 +69,18 @@ class ForwardContext:
                 stack.enter_context(_on_stream(stream))
             for kind, state in self._autocast.items():
                 if state != _autocast(kind):
-                    stack.enter_context(torch.autocast(kind, *state, self._cache_enabled))
+                    stack.enter_context(torch.autocast(kind, *state, self._cached))
             if self._device != torch.empty(0).device:
                 stack.enter_context(self._device)
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
-            current = _precision()
-            if self._precision and current and self._precision != current:
-                stack.callback(torch.set_float32_matmul_precision, current)
-                torch.set_float32_matmul_precision(self._precision)
+            for matmul, precision in self._precisions.items():
+                stack.callback(setattr, matmul, "fp32_precision", matmul.fp32_precision)
+                matmul.fp32_precision = precision
             for module, training in self._training.items():
                 stack.callback(setattr, module, "training", module.training)
                 module.training = training
             yield
-
-
-def _precision() -> str:
-    """The precision of float32 products; "" if it was set by torch's newer per-backend names.
-
-    Then it cannot be read, nor set by the older ones.
-    """
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return ""
 
 
 def _autocast(device: str) -> tuple[torch.dtype, bool]:
@@ -163,13 +122,11 @@ class Watched:
     """A tensor with its version, and with its memory, which `tensor.data = ...` replaces."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
-        """Save them; the name is for messages."""
-        self.name = name
-        self.tensor = tensor
+        self.name, self.tensor = name, tensor  # the name is for messages
         self._version = version_of(tensor)
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        # FSDP1, DeepSpeed, and DistributedDataParallel's own precision move parameters.
-        moved = any(hasattr(tensor, name) for name in ("_fsdp_flattened", "ds_id", "_mp_param"))
+        # DeepSpeed, and DistributedDataParallel's own precision, move parameters.
+        moved = hasattr(tensor, "ds_id") or hasattr(tensor, "_mp_param")
         # As the old memory is held, the new one cannot have its address.
         self._memory = tensor.detach() if plain and not moved and not tensor.is_meta else None
 
@@ -186,12 +143,17 @@ class Watched:
 class ForwardState:
     """The state that an encoder's forward passes change: random numbers, and buffers.
 
-    Running statistics are left out: in training mode they change no output.
+    The generators are PyTorch's on the CPU and CUDA devices, Python's and NumPy's. Running
+    statistics are left out: in training mode they change no output.
     """
 
     def __init__(self, devices: Iterable[torch.device], buffers: Iterable[Buffer]) -> None:
         """Save it; at first `buffers` are those of `possible_state`."""
-        self._random = RandomState(devices)
+        self._cpu = torch.get_rng_state()
+        self._cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy.random")
+        self._numpy = None if numpy is None else numpy.get_state(legacy=False)
         watched = {buffer: Watched(buffer[1], getattr(*buffer)) for buffer in buffers}
         self._saved = {b: (w, w.tensor.detach().clone()) for b, w in watched.items()}
 
@@ -200,15 +162,24 @@ class ForwardState:
 
         `compare`: values as well as versions, which waits for a GPU; later steps remember the find.
         """
-        for (module, name), (watched, value) in self._saved.items() if compare else ():
-            if not watched.changed() and not torch.equal(watched.tensor, value):
+        kept = {}
+        for (module, name), (before, value) in self._saved.items():
+            changed = getattr(module, name) is not before.tensor or before.changed()
+            if compare and not changed and not torch.equal(before.tensor, value):
                 _uncounted.setdefault(module, set()).add(name)
-        self._saved = {b: saved for b, saved in self._saved.items() if _updated(b, saved[0])}
-        return [*self._saved]
+            if changed or name in _uncounted.get(module, ()):
+                kept[module, name] = before, value
+        self._saved = kept
+        return [*kept]
 
     def restore(self) -> None:
         """Make it the current state again."""
-        self._random.restore()
+        torch.set_rng_state(self._cpu)
+        for device, state in self._cuda.items():
+            torch.cuda.set_rng_state(state, device)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
         self.restore_buffers()
 
     @torch.no_grad()
@@ -218,13 +189,6 @@ class ForwardState:
             if getattr(*buffer) is not watched.tensor:
                 setattr(*buffer, watched.tensor)
             watched.tensor.copy_(value)
-
-
-def _updated(buffer: Buffer, before: Watched) -> bool:
-    """Whether a buffer was changed in place since, or another tensor is in its place."""
-    module, name = buffer
-    replaced = getattr(module, name) is not before.tensor
-    return replaced or name in _uncounted.get(module, ()) or before.changed()
 
 
 def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
@@ -240,121 +204,38 @@ def possible_state(modules: Iterable[nn.Module]) -> list[Buffer]:
     ]
 
 
-class FrozenParts:
-    """The largest frozen modules, inside trained ones, that return a vector per sample.
+class PassesCheck:
+    """Compares features of both passes in a few steps, which wait for a GPU; warns once."""
 
-    During a pass each has another `forward`, set on the instance: in the first pass it records the
-    part's outputs, in the second it returns them. The module stays in place, so code of the model
-    sees no change.
+    def __init__(self) -> None:
+        self._warned = False
 
-    Other outputs than features, (rows, width), may be as large as activations. A part is run again
-    if skipping it could make a difference: its output depends on something trained; its forward
-    sets attributes, which the model may read; one of its modules has a hook; or the number of its
-    calls differs between micro-batches.
-    """
+    def wanted(self, step: int) -> bool:
+        """Whether to compare in this training step, the first of which is 1."""
+        return step in COMPARED and not self._warned
 
-    def __init__(self, modules: list[nn.Module], devices: Iterable[torch.device]) -> None:
-        """Find them; `devices`: of the random numbers that they may draw."""
-        self._devices = set(devices)
-        self._parts = _largest_frozen(modules)
-        self._recorded: list[dict[nn.Module, Calls]] = []  # for each micro-batch
-
-    def __bool__(self) -> bool:
-        """Whether there is any."""
-        return bool(self._parts)
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the parts' outputs for the next micro-batch, which is encoded inside.
-
-        The first one needs a graph, which shows the parts that are constant.
-        """
-        first = not self._recorded  # a forward pass sets attributes in all micro-batches or in none
-        before = {part: _attributes(part) for part in self._parts if first}
-        calls: dict[nn.Module, Calls] = {part: [] for part in self._parts}
-        self._recorded.append(calls)
-        with contextlib.ExitStack() as stack:
-            for part in self._parts:
-                stack.enter_context(_replaced(part, self._record, calls[part]))
-            yield
-        changed = {part for part in before if not _same(before[part], _attributes(part))}
-        self._parts = [
-            part
-            for part, found in calls.items()
-            if None not in found and len(found) == len(self._recorded[0][part])
-            if part not in changed
-        ]
-
-    @contextlib.contextmanager
-    def replayed(self, micro_batch: int) -> Iterator[None]:
-        """Return each recorded output of a micro-batch, once, instead of running the parts."""
-        with contextlib.ExitStack() as stack:
-            for part in self._parts if self._recorded else ():
-                stack.enter_context(_replaced(part, _replay, self._recorded[micro_batch][part]))
-            yield
-
-    def _record(self, calls: Calls, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        output = forward(*args, **kwargs)
-        features = isinstance(output, Tensor) and output.ndim == 2 and not output.requires_grad
-        # Copied, as the model may change it in place, and as it may be a view of activations.
-        calls.append((output.clone(), RandomState(self._devices)) if features else None)
-        return output
+    def compare(self, encoder: str, first: Outputs, second: Outputs) -> None:
+        """Warn if these outputs of an encoder, of one micro-batch in both passes, differ."""
+        pairs = [(a, second.get(key)) for key, a in first.items()]
+        differences = [_difference(a, b) for a, b in pairs if a is not None and b is not None]
+        if self._warned or max(differences, default=0) <= DIFFERENCE:
+            return
+        self._warned = True
+        warnings.warn(
+            f"GradientCache: {encoder} gave different features in the second pass than in the "
+            f"first: they differ by {max(differences):.1%} in norm, so its gradients are not those "
+            "of the loss. Its forward pass depends on something that changed in between: a "
+            "torch.Generator of its own, an attribute that it updates and that is not a buffer, "
+            "or whether gradients are recorded. Remove this from the encoder, or keep it "
+            "constant while a step and its backward() run",
+            stacklevel=2,
+        )
 
 
-def _replay(calls: Calls, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    call = calls.pop(0) if calls else None
-    if call is None:
-        return forward(*args, **kwargs)
-    output, random_state = call
-    random_state.restore()  # as after the part's own random numbers
-    return output
-
-
-@contextlib.contextmanager
-def _replaced(part: nn.Module, function: Callable[..., Any], calls: Calls) -> Iterator[None]:
-    """Let this thread's calls of the part be `function(calls, forward, *args, **kwargs)` inside."""
-    forward, thread, own = part.forward, threading.get_ident(), vars(part)
-
-    @functools.wraps(forward)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return forward(*args, **kwargs)
-        return function(calls, forward, *args, **kwargs)
-
-    before = {"forward": own["forward"]} if "forward" in own else {}
-    own["forward"] = replacement  # not by setattr, which wrappers pass on to the module inside
-    try:
-        yield
-    finally:
-        del own["forward"]
-        own.update(before)
-
-
-def _largest_frozen(modules: list[nn.Module]) -> list[nn.Module]:
-    """Frozen children of other modules, except those whose `forward` may not be called."""
-    # They run in another form: compiled, perhaps with their parent, or as copies in threads.
-    roots = (uncompiled(m) for m in modules if is_compiled(m) or isinstance(m, nn.DataParallel))
-    other = {inner for root in roots for inner in root.modules()}
-    required = {m: {parameter.requires_grad for parameter in m.parameters()} for m in modules}
-    parents = (m for m in modules if m not in other and required[m] != {False})
-    children = dict.fromkeys(child for parent in parents for child in parent.children())
-    frozen = [m for m in children if m not in other and required[m] == {False}]
-    hooks = {part: [hook for m in part.modules() for hook in forward_hooks(m)] for part in frozen}
-    return [part for part in frozen if all(map(is_from_torch, hooks[part]))]
-
-
-def _attributes(part: nn.Module) -> list[Any]:
-    """All that the modules of a part refer to, and the members of containers.
-
-    Parameters are left out: FSDP2 exchanges them during a forward pass.
-    """
-    found: list[Any] = []
-    for module in part.modules():
-        for value in (value for name, value in vars(module).items() if name != "_parameters"):
-            members = value.values() if isinstance(value, dict) else value
-            found += [value, *(members if isinstance(value, (dict, list, tuple, set)) else ())]
-    return found
-
-
-def _same(before: list[Any], after: list[Any]) -> bool:
-    return len(before) == len(after) and all(map(operator.is_, before, after))
+def _difference(first: Tensor, second: Tensor) -> float:
+    """The norm of the difference relative to that of the first tensor; 0 where there is none."""
+    if not first.is_floating_point() or first.shape != second.shape:
+        return 0.0
+    a, b = (t.detach().to(torch.promote_types(t.dtype, torch.float32)) for t in (first, second))
+    relative = float(torch.linalg.vector_norm(a - b) / torch.linalg.vector_norm(a))
+    return 0.0 if math.isnan(relative) else relative

@@ -24,15 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.batches import Feed, Key
-from megabatch.gradient_cache.checks import (
-    WEIGHTS_COMPARED,
-    PassesCheck,
-    PendingLoss,
-    weights_differ,
-)
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.outputs import CachedOutputs, StepMemory
-from megabatch.gradient_cache.second_pass import Step, loss_of
+from megabatch.gradient_cache.second_pass import PendingLoss, Step, loss_of
+from megabatch.gradient_cache.state import PassesCheck
+from megabatch.gradient_cache.wrappers import WEIGHTS_COMPARED, weights_differ
 from megabatch.ranks import all_gather_numbers, global_ranks
 
 if TYPE_CHECKING:
@@ -152,9 +148,8 @@ class GradientCache:
             ValueError: no rank has a row, or batches differ in size; an output is neither per
                 sample nor shared; the loss is not one number or needs no gradient; ranks make
                 different calls; DistributedDataParallel cannot hold back its reduction.
-            RuntimeError: an optimizer stepped, but the last step's loss was not backpropagated; a
-                forward pass changed a parameter or a batch in place. From `backward()`: the second
-                pass is not possible, see the documentation's page on gradient caching.
+            RuntimeError: a forward pass changed a parameter or a batch in place. From `backward()`:
+                the second pass is not possible, see the documentation's page on gradient caching.
         """
         return _uncompiled_step()(self, batches, keywords)
 
@@ -163,8 +158,8 @@ class GradientCache:
 
     def _step(self, batches: tuple[Any, ...], keywords: dict[str, Any]) -> Tensor:
         training = torch.is_grad_enabled()
-        if training and self._pending is not None:
-            self._pending.raise_if_left_out()
+        if self._pending is not None:
+            self._pending.end()
         self._steps += training
         loss_kwargs = {k: v for k, v in keywords.items() if k not in self._input_names}
         encodings = self._encodings(batches, keywords)

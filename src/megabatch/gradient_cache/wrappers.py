@@ -5,18 +5,27 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
+import warnings
 from collections.abc import Container, Iterable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megabatch.ranks import all_gather_values, global_ranks
 from megabatch.torch_internals import delays_all_reduce, fsdp_groups
 
 ROOTS = (nn.Module, nn.Parameter)
 #: Items of a list up to which it may be one of models; datasets are longer.
 SHORT = 64
+
+#: Training steps at whose beginning weights are compared; an update may take several steps.
+WEIGHTS_COMPARED = (2, 10)
+#: Relative difference that norms of equal weights may have between different kinds of GPUs.
+TOLERANCE = 1e-9
 
 #: Whether a wrapper's gradients are reduced to the shards' ranks, and over replicas.
 Sync = tuple[bool, bool]
@@ -146,18 +155,18 @@ class UnusedParameters(RuntimeError):
         )
 
 
-def reduces_by_itself(modules: Iterable[nn.Module]) -> bool:
-    """Whether FSDP1 is among them, which reduces gradients in each micro-batch."""
-    names = {cls.__name__ for module in modules for cls in type(module).__mro__}
-    return "FullyShardedDataParallel" in names
+def check_not_fsdp1(encoder: str, parameters: Iterable[Tensor]) -> None:
+    """Raise a ValueError for the parameters of FSDP1, inside the encoder or around the step."""
+    if any(hasattr(parameter, "_fsdp_flattened") for parameter in parameters):
+        raise ValueError(
+            f"encoders: FullyShardedDataParallel (FSDP1) reduces the gradients of {encoder} in "
+            "every micro-batch; expected fully_shard (FSDP2)"
+        )
 
 
-def check_ddp_around(encoder: str, wrapper: nn.Module | None) -> None:
-    """Check, where several micro-batches add to `.grad`, that no DDP around the step reduces it.
-
-    `wrapper`: the DistributedDataParallel in whose forward the step was called, if any.
-    """
-    if isinstance(wrapper, DistributedDataParallel) and wrapper.require_backward_grad_sync:
+def check_ddp_around(encoder: str, ddp: DistributedDataParallel | None) -> None:
+    """Raise a RuntimeError if DDP around the step reduces `.grad`, to which micro-batches add."""
+    if ddp is not None and ddp.require_backward_grad_sync:
         raise RuntimeError(
             f"GradientCache: gradients of {encoder} go to .grad in each micro-batch (with a "
             "reentrant checkpoint), and DistributedDataParallel around the step would reduce those "
@@ -202,3 +211,40 @@ def _set_sync(module: Any, sync: Sync) -> None:
         return
     module.set_requires_gradient_sync(reduce, recurse=False)
     module.set_requires_all_reduce(all_reduce, recurse=False)
+
+
+def weights_differ(step: int, parameters: Iterable[Tensor], group: Any) -> bool:
+    """Whether the 1-norm of any of the parameters differs between ranks, of which the first warns.
+
+    `step`: its number, for the message.
+    """
+    norms = [
+        float(torch.linalg.vector_norm(p.detach(), 1, dtype=torch.float64))
+        for p in parameters
+        if _is_replicated(p)
+    ]
+    (first, own), *others = zip(global_ranks(group), all_gather_values(norms, group), strict=True)
+    differing = [
+        (a, rank, b)
+        for rank, found in others
+        for a, b in zip(own, found, strict=False)
+        if not (math.isclose(a, b, rel_tol=TOLERANCE) or (math.isnan(a) and math.isnan(b)))
+    ]
+    if differing and first == torch.distributed.get_rank():
+        a, rank, b = differing[0]
+        warnings.warn(
+            f"GradientCache: the weights of the ranks differ at the beginning of step {step}: the "
+            f"1-norm of a parameter is {a:.9g} on rank {first} and {b:.9g} on rank {rank}. Nothing "
+            "seems to average gradients over the ranks: wrap each encoder, or the model that has "
+            "them, in DistributedDataParallel or fully_shard, and start all ranks from the same "
+            "weights; or pass group='local' if each rank is to train weights of its own",
+            stacklevel=4,
+        )
+    return bool(differing)
+
+
+def _is_replicated(parameter: Tensor) -> bool:
+    """Whether ranks should have equal values: no shard of DTensor, DeepSpeed or Megatron."""
+    shard = any(hasattr(parameter, name) for name in ("device_mesh", "ds_id"))
+    compared = parameter.requires_grad and parameter.is_floating_point() and parameter.numel() > 0
+    return compared and not shard and not getattr(parameter, "tensor_model_parallel", False)

@@ -27,8 +27,8 @@ from megabatch.config.settings import (
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
 from megabatch.gradient_cache.batches import MicroBatch, divided, to_device
-from megabatch.gradient_cache.checks import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.outputs import StepMemory
+from megabatch.gradient_cache.second_pass import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.models.layers import locked_towers
 from megabatch.planning.machine import FRAGMENTATION
