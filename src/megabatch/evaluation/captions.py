@@ -16,7 +16,7 @@ from torch.utils.data import ConcatDataset
 from megabatch.data import open_pairs
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.mixture import SEPARATOR
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image
+from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image, decoded
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import ALL_TABLES, find_files, one_each, split_spec
 from megabatch.errors import UsageError, naming, one_line, plural
@@ -112,8 +112,8 @@ def open_captioned(
         UsageError: nothing matches, a column or field is missing, no image has a caption.
     """
     specs = split_spec(spec)
-    images = one_each(image_column, "image_column", specs)
-    captions = one_each(caption_column, "caption_column", specs)
+    images = one_each(image_column, "--csv-img-key", specs)
+    captions = one_each(caption_column, "--csv-caption-key", specs)
     sources: list[Samples[Captions]] = []
     for one, image, caption in zip(specs, images, captions, strict=True):
         if one == GLYPHS:  # open_pairs would take those for training
@@ -196,7 +196,7 @@ class CaptionedPairs(_Remarks):
 
     def __getitem__(self, index: int) -> Sample[Captions]:
         pair = self.pairs[index]
-        return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
+        return Sample(decoded(pair.image), clean_captions(pair.caption, pair.key), pair.key)
 
 
 class JoinedTexts(_Remarks):
@@ -376,8 +376,8 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
         ) from error
     if not listed:
         raise UsageError(f"{path} has no image with a caption")
-    notes = files.look(len(listed), lambda i: listed[i].image(), lambda i: listed[i].key, path)
-    return ListedImages(listed, notes=notes)
+    files.check((image.image() for image in listed[:100]), path)
+    return ListedImages(listed)
 
 
 def _coco(
