@@ -151,21 +151,13 @@ def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
 def many_at_once(
     dataset: PairDataset, transform: Callable[[Any], Any]
 ) -> tuple[ArrayDataset, BatchTransform] | None:
-    """Both, if the one gives and the other takes many images at once."""
+    """Both, if the one gives and the other takes many images at once.
+
+    Then one thread does the work: another process would have to send what it has copied.
+    """
     if isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform):
         return dataset, transform
     return None
-
-
-def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
-    """Whether samples are rows of arrays that the transform does not change.
-
-    Then one copy is the whole work; another process would have to send that copy.
-    """
-    if (both := many_at_once(dataset, transform)) is None:
-        return False
-    row = torch.from_numpy(both[0].arrays(np.zeros(1, np.int64)))
-    return both[1].batch(row, torch.zeros(1, dtype=torch.int64)) is row
 
 
 class CachedTokens:

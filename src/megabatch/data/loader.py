@@ -13,7 +13,7 @@ import torch
 
 from megabatch.ahead import one_ahead
 from megabatch.data.collect import Memory, collected
-from megabatch.data.fetch import TOKEN_CACHE, TOKEN_CACHE_OF_ONE, Chunk, Fetcher, only_copied
+from megabatch.data.fetch import TOKEN_CACHE, TOKEN_CACHE_OF_ONE, Chunk, Fetcher, many_at_once
 from megabatch.data.late import Decoder, LateImages
 from megabatch.data.order import Order, Requests, parts_of
 from megabatch.data.pairs import PairDataset
@@ -56,8 +56,7 @@ class PairLoader:
     can be resumed with another number of ranks.
 
     Args:
-        dataset: the pairs; if it has `arrays` and the transform `batch`, those are used. If the
-            transform changes no row of them, a thread copies them.
+        dataset: the pairs; if it has `arrays` and the transform `batch`, those are used.
         batch_size: pairs in a batch of all ranks together.
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
@@ -68,7 +67,7 @@ class PairLoader:
             captions, up to 64 MiB; without workers this process does, up to 512 MiB.
         seed: of the orders and the transform's randomness.
         workers: processes that fetch, while a thread of this one puts the next batch together; 0:
-            this process does. If samples are only copied, any number above 0 stands for one thread,
+            this process does. With `arrays` and `batch` any number above 0 stands for that thread,
             and no process is started.
         drop_last: leave out the samples at the end of an epoch that do not fill a batch; always so
             with several ranks, since some might get no row of it.
@@ -142,7 +141,8 @@ class PairLoader:
         self._bad: dict[int, None] = {}  # indices of these samples: a set, in order
         self._decoder = None if late is None else Decoder(transform, workers, late, timeout)
         self._ahead = workers > 0
-        self.processes = 0 if late is None and only_copied(dataset, transform) else workers
+        at_once = late is None and many_at_once(dataset, transform) is not None
+        self.processes = 0 if at_once else workers
         self._fetcher = Fetcher(
             *(dataset, transform, tokenizer, seed),
             token_cache=TOKEN_CACHE if self.processes else TOKEN_CACHE_OF_ONE,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import warnings
@@ -39,7 +38,6 @@ class Pair:
     negatives: tuple[str, ...] = ()
 
 
-@functools.lru_cache(maxsize=2**17)
 def caption_id(caption: str) -> int:
     """A caption's id: a hash of 62 bits, so 0 <= id < 2**62; equal captions have equal ids."""
     digest = hashlib.blake2b(caption.encode(), digest_size=8).digest()
@@ -82,7 +80,7 @@ class PairDataset(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Pair:
-        """Sample `index`; raises BadSample if it cannot be used."""
+        """Sample `index`; raises BadSample if it cannot be used, as may decoding its image."""
         ...
 
 

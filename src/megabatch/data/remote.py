@@ -47,13 +47,12 @@ def local_copies(spec: str) -> list[Path]:
         UsageError: nothing matches, a file cannot be read, or a command fails.
     """
     sources = expand_urls(spec)
-    if spec.startswith(COMMAND):  # not by the expanded text, or braces could hide a command
-        copied = _command_output
-    else:
-        copied = _file_copy
+    is_command = spec.startswith(COMMAND)  # not the expanded text: braces could hide a command
+    if not is_command:
         sources = [name for url in sources for name in _named(_glob, url)]
     with ThreadPoolExecutor(min(_AT_A_TIME, len(sources))) as pool:
-        return list(pool.map(functools.partial(_named, copied), sources))
+        copied = functools.partial(_named, _command_output if is_command else _file_copy)
+        return list(pool.map(copied, sources))
 
 
 def _named(work: Callable[[str], Any], source: str) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
-from megabatch.data.cache import read_arrays, write_arrays
+from megabatch.data.cache import cached_arrays
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, clean_caption
 from megabatch.errors import UsageError, are, plural
 from megabatch.files import default_cache_dir
@@ -61,14 +61,11 @@ def tar_index(path: str) -> TarIndex:
         identity = (_VERSION, os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
         name = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
         cached = default_cache_dir() / "shards" / f"{name}.npz"
-        if arrays := read_arrays(cached, ("keys", "spans", "damage")):
-            return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
-        index = _read_index(path, stat.st_size)
+        names = ("keys", "spans", "damage")
+        arrays = cached_arrays(cached, names, lambda: vars(_read_index(path, stat.st_size)))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    arrays = {"keys": index.keys, "spans": index.spans, "damage": np.array(index.damage)}
-    write_arrays(cached, arrays)
-    return index
+    return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
 
 
 def _read_index(path: str, size: int) -> TarIndex:

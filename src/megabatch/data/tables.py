@@ -65,8 +65,8 @@ class TablePairs:
     bytes should fit there; Arrow files are memory-mapped instead, anew where pairs are unpickled.
 
     A CSV row with too many or too few fields and a line that is not a JSON object are left out and
-    counted in `damage`. A row whose image is missing or cannot be decoded, or whose caption or
-    query is empty, keeps its index and raises BadSample.
+    counted in `damage`. A row whose image is missing, or whose caption or query is empty, keeps its
+    index and raises BadSample.
 
     Args:
         path: a .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow file.
