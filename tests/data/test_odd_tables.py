@@ -77,12 +77,19 @@ def test_lines_within_quotes(opened: Open, folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "separator"), [("a.csv", ";"), ("a.csv", "\t"), ("a.csv", "\\t"), ("a.tsv", None)]
+    ("name", "between", "separator"),
+    [
+        ("a.csv", ";", ";"),
+        ("a.csv", "\t", "\t"),
+        ("a.csv", "\t", "\\t"),
+        ("a.csv", "\t", None),
+        ("a.tsv", "\t", None),
+        ("a.tsv", ",", None),
+    ],
 )
-def test_other_separators(opened: Open, folder: Path, name: str, separator: str | None):
-    between = ";" if separator == ";" else "\t"
-    (folder / name).write_text(f"filepath{between}title\n0.png{between}a, b\n")
-    assert captions(opened(str(folder / name), separator=separator)) == ["a, b"]
+def test_separators(opened: Open, folder: Path, name: str, between: str, separator: str | None):
+    (folder / name).write_text(f"filepath{between}title\n0.png{between}a b\n")
+    assert captions(opened(str(folder / name), separator=separator)) == ["a b"]
     with pytest.raises(UsageError, match=r"has no image column .*; its columns are 'filepath.*tit"):
         opened(str(folder / name), separator="|")
 

@@ -50,7 +50,7 @@ def open_pairs(
         caption_column: column of captions; default: the first of title, caption, text, and with
             queries before those positive, answer, sentence2. The three columns may also be several
             joined by `::`, one per source.
-        separator: field separator of text tables; default: a comma, in .tsv files a tab.
+        separator: field separator of text tables; default: a tab if the header has one, or a comma.
         negatives: whether pairs have negatives, texts from further columns of tables; None: if a
             table has such columns.
         negative_column: names of these columns, joined by commas; default: all of negative,

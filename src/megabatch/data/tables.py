@@ -21,7 +21,7 @@ from megabatch.data.pairs import (
     PairDataset,
     clean_caption,
 )
-from megabatch.data.table_files import column_names, read_columns
+from megabatch.data.table_files import TEXT_TABLES, column_names, read_columns
 from megabatch.errors import UsageError
 
 # The first one that a table has is used. The names for pairs of texts are those of
@@ -187,10 +187,13 @@ def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
 
 def _separator(path: Path, wanted: Wanted) -> str:
     """The separator of a text table's fields."""
-    given = (wanted.separator or "").replace("\\t", "\t")
-    if wanted.separator is not None and len(given.encode()) != 1:
+    if wanted.separator is None:  # OpenCLIP's .csv files have tabs
+        is_text = path.suffix in TEXT_TABLES
+        return "\t" if is_text and len(column_names(path, "\t")) > 1 else ","
+    given = wanted.separator.replace("\\t", "\t")
+    if len(given.encode()) != 1:
         raise UsageError(f"--csv-separator {given!r}: expected one character")
-    return given or ("\t" if path.suffix == ".tsv" else ",")
+    return given
 
 
 def _choose(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str, str, list[str]]:
