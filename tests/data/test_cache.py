@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megabatch.data import cache
-from megabatch.data.cache import read_arrays, write_arrays
+from megabatch.data.cache import cached_arrays
 from megabatch.files import default_cache_dir
 
 
@@ -25,25 +25,25 @@ def test_no_pickle_is_loaded(tmp_path: Path):
     objects = np.array([{"a": 1}], dtype=object)
     np.savez(tmp_path / "b.npz", x=objects)
     with pytest.warns(UserWarning, match="unreadable"):
-        assert read_arrays(tmp_path / "b.npz", ("x",)) is None
+        assert cached_arrays(tmp_path / "b.npz", ("x",), lambda: {"x": [7]})["x"] == 7
 
 
 @pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path, monkeypatch, failure):
     path = tmp_path / "a.npz"
-    write_arrays(path, {"x": np.arange(3)})
 
     def fail(*args, **kwargs):
         raise failure
 
-    monkeypatch.setattr(cache.np, "savez_compressed", fail)
-    if isinstance(failure, OSError):
-        with pytest.warns(UserWarning, match="No space left"):
-            write_arrays(path, {"x": np.arange(9)})
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            write_arrays(path, {"x": np.arange(9)})
+    with monkeypatch.context() as patched:
+        patched.setattr(cache.np, "savez_compressed", fail)
+        if isinstance(failure, OSError):
+            with pytest.warns(UserWarning, match="No space left"):
+                assert len(cached_arrays(path, ("x",), lambda: {"x": np.arange(9)})["x"]) == 9
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                cached_arrays(path, ("x",), lambda: {"x": np.arange(9)})
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(2):
+        assert len(cached_arrays(path, ("x",), lambda: {"x": np.arange(3)})["x"]) == 3
     assert list(tmp_path.iterdir()) == [path]
-    arrays = read_arrays(path, ("x",))
-    assert arrays is not None
-    assert len(arrays["x"]) == 3

@@ -56,7 +56,7 @@ def test_inspect_counts_negatives_and_repeated_captions(tmp_path: Path, capsys):
     for arguments in ([str(named), "--csv-negative-key", "hard"], [str(usual)]):
         assert main(["data", "inspect", *arguments]) == 0
         out = capsys.readouterr().out
-        assert "hard negatives: 1 for 2 samples, 2 for 1 sample, 0 for 1 sample\n" in out
+        assert "hard negatives: 0 to 2 a sample\n" in out
         assert "2 of 4 captions (50.0%) occur more than once: false negatives without --dupl" in out
     assert f"note: {usual} has negatives ('negatives'), which are not used" in out
     assert main(["data", "inspect", str(named), "--limit", "2"]) == 0  # rows 1 and 4

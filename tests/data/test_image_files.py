@@ -63,25 +63,10 @@ def test_what_cannot_be_read_names_the_row_and_what_was_tried(
     assert str(caught.value).startswith(told.format(tmp_path))
 
 
-def look(files: ImageFiles, names: list[object]) -> list[str]:
-    return files.look(len(names), names.__getitem__, lambda i: f"row {i + 1}", "a.csv")
-
-
-def test_some_missing_files_are_a_note(files: ImageFiles, tmp_path: Path):
-    assert look(files, ["1", "2", "3", b"data", None, ""]) == []
-    (note,) = look(files, ["1", "8", "3", "9"])
-    assert note == (
-        "a.csv: 2 of 4 image files that were checked are missing, the first is '8' (row 2), tried "
-        f"{tmp_path}/tables/8 and {tmp_path}/home/8"
-    )
-
-
-def test_where_none_is_there_it_is_an_error(files: ImageFiles):
-    with pytest.raises(
-        UsageError, match=r"none .* the first of 2 missing ones is '8' \(row 1\), t"
-    ):
-        look(files, ["8", "9"])
-    with pytest.raises(UsageError, match=r"first of 1,000 missing ones of 1,000 looked at is '8'"):
-        look(files, ["8"] * 2000)
-    with pytest.raises(UsageError, match=r"is 'http://a/b' \(row 1\), a URL, and nothing is down"):
-        look(files, ["http://a/b"])
+def test_where_no_file_is_there_it_is_an_error(files: ImageFiles):
+    for names in (["8", "3"], [b"data", None, ""]):
+        files.check(names, "a.csv")
+    with pytest.raises(UsageError, match=r"a\.csv: none of its image files exists: '8', tried /"):
+        files.check(["8", None, "9"], "a.csv")
+    with pytest.raises(UsageError, match="exists: 'http://a/b', a URL, and nothing is downloaded"):
+        files.check(["http://a/b"], "a.csv")

@@ -29,13 +29,6 @@ class AsTheyAre:
         return images
 
 
-class Turned(AsTheyAre):
-    """Changes each image."""
-
-    def batch(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
-        return 255 - images
-
-
 class Rows(Numbers):
     """Arrays of one number each."""
 
@@ -62,7 +55,6 @@ def test_what_is_only_copied_needs_no_process(drop_last: bool):
     assert data.processes == 0
     assert_equal(epochs(data, 3), expected)
     assert len(expected) == 3 * data.batches_per_epoch
-    assert copied(transform=Turned(), workers=2).processes == 2
     assert loader(workers=2).processes == 2
 
 

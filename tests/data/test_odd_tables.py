@@ -55,9 +55,6 @@ ODD = {
     "no last newline": (b"filepath,title\n0.png,a\n1.png,b", ["a", "b"]),
     "blank lines": (b"\nfilepath,title\n\n0.png,a\n\n\n1.png,b\n\n", ["a", "b"]),
     "quotes": (b'filepath,title\n"0.png","a ""q"", b"\n1.png,5" pipe\n', ['a "q", b', '5" pipe']),
-    "tab": (b"filepath\ttitle\n0.png\ta, b\n1.png\tc\n", ["a, b", "c"]),
-    "semicolon": (b"filepath;title\n0.png;a\n1.png;b\n", ["a", "b"]),
-    "bar": (b"title|filepath\na|0.png\nb|1.png\n", ["a", "b"]),
     "accents": (b"filepath,title\n0.png,caf\xc3\xa9\n1.png,b\n", ["caf\u00e9", "b"]),
     "empty caption": (b"filepath,title\n0.png, \n1.png,b\n", ["(empty caption)", "b"]),
     "numbers": (b"filepath,title\n0.png,007\n1.png,1.50\n", ["007", "1.50"]),
@@ -80,28 +77,21 @@ def test_lines_within_quotes(opened: Open, folder: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "words"),
+    ("name", "between", "separator"),
     [
-        ("a.csv", b"filepath\ttitle\n0.png\ta, b\n", "a tab"),
-        ("a.csv", b"filepath;title\n0.png;a\n", "a semicolon"),
-        ("a.tsv", b"filepath,title\n0.png,a\n", "a comma"),
+        ("a.csv", ";", ";"),
+        ("a.csv", "\t", "\t"),
+        ("a.csv", "\t", "\\t"),
+        ("a.csv", "\t", None),
+        ("a.tsv", "\t", None),
+        ("a.tsv", ",", None),
     ],
 )
-def test_another_separator_is_told(opened: Open, folder: Path, name: str, data: bytes, words: str):
-    (folder / name).write_bytes(data)
-    assert opened(str(folder / name)).notes == [
-        f"{folder / name} is read with {words} between its fields"
-    ]
-    usual = "\t" if name == "a.tsv" else ","
-    with pytest.raises(UsageError, match="has no image column"):  # a given one is not changed
-        opened(str(folder / name), separator=usual)
-    if words == "a tab":
-        assert len(opened(str(folder / name), separator="\\t")) == 1  # as it is often written
-
-
-def test_the_usual_separator_is_not_told(opened: Open, folder: Path):
-    (folder / "a.csv").write_bytes(ODD["plain"][0])
-    assert opened(str(folder / "a.csv")).notes == []
+def test_separators(opened: Open, folder: Path, name: str, between: str, separator: str | None):
+    (folder / name).write_text(f"filepath{between}title\n0.png{between}a b\n")
+    assert captions(opened(str(folder / name), separator=separator)) == ["a b"]
+    with pytest.raises(UsageError, match=r"has no image column .*; its columns are 'filepath.*tit"):
+        opened(str(folder / name), separator="|")
 
 
 def test_paths_relative_to_the_working_directory(
@@ -112,12 +102,8 @@ def test_paths_relative_to_the_working_directory(
     monkeypatch.chdir(folder)
     data = opened("tables/a.csv")
     assert captions(data) == ["a", "b", "(missing image file)"]
-    assert data.notes == [
-        "tables/a.csv: 1 of 3 image files that were checked are missing, the first is '9.png' "
-        f"(a.csv:row 3), tried tables/9.png and {folder}/9.png"
-    ]
     monkeypatch.chdir("/")
-    with pytest.raises(UsageError, match=r"none of its image files exists: the first of 3 missing"):
+    with pytest.raises(UsageError, match=r"none of its image files exists: '0\.png', tried "):
         opened(str(folder / "tables" / "a.csv"))
 
 
@@ -129,14 +115,12 @@ LEFT_OUT = {
     ),
     "an open quote": (
         b'filepath,title\n0.png,a\n1.png,"b\n2.png,c\n2.png,d\n',
-        "a quote opens in row 2 and is never closed: that row and the 2 lines after it are left "
-        "out",
+        "row 2 and 2 lines after it are left out: a quote is never closed",
         ["a"],
     ),
     "an open quote before": (
         b'title,filepath\na,0.png\n"b,1.png\nc,2.png\n',
-        "1 row left out, the first (row 2) has 1 field instead of 2: '\"b,1.png\\nc,2.png', "
-        "over 2 lines",
+        "1 row left out, the first (row 2) has 1 field instead of 2: '\"b,1.png\\nc,2.png'",
         ["a"],
     ),
 }
@@ -180,7 +164,7 @@ REFUSED = {
     "Excel": (b"PK\x03\x04...", "expected a text table in UTF-8"),
     "compressed": (b"\x1f\x8b\x08...", "expected a text table in UTF-8"),
     "another machine": (b"filepath,title\n/elsewhere/0.png,a\n", r"tried /elsewhere/0\.png$"),
-    "URLs": (b"filepath,title\nhttps://a/0.png,a\n", "'https://a/0.png' .* a URL, and nothing is"),
+    "URLs": (b"filepath,title\nhttps://a/0.png,a\n", "'https://a/0.png', a URL, and nothing is"),
 }  # fmt: skip
 
 
@@ -206,9 +190,7 @@ def test_a_row_that_takes_too_much_memory(
 ):
     monkeypatch.setattr("megabatch.data.table_files._BLOCK", 1 << 20)
     (folder / "a.csv").write_bytes(b'filepath,title\n0.png,a\n1.png,"' + b"x,y\n" * 1_000_000)
-    with pytest.raises(
-        UsageError, match=r"a\.csv: a row is longer than 1 MiB, as happens if a quote"
-    ):
+    with pytest.raises(UsageError, match=r"cannot read .*a\.csv: straddling object"):
         opened(str(folder / "a.csv"))
 
 
@@ -233,9 +215,7 @@ def test_missing_files_of_other_kinds(opened: Open, folder: Path, name: str):
         pa.parquet.write_table(pa.Table.from_pylist(rows), folder / name)
     else:
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(
-        UsageError, match=rf"{name}: none of its image .* '9\.png' \({name}:row 1\)"
-    ):
+    with pytest.raises(UsageError, match=rf"{name}: none of its image .* '9\.png', tried"):
         opened(str(folder / name))
     (folder / "9.png").write_bytes(png())
     (folder / "8.png").write_bytes(b"")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from megabatch.data.pairs import BadSample
+from megabatch.data.pairs import BadSample, decoded
 from megabatch.data.tables import TablePairs, Wanted, open_tables
 from megabatch.errors import UsageError
 
@@ -39,7 +39,7 @@ def rows() -> list[list[str]]:
 def check(pairs: TablePairs) -> None:
     assert len(pairs) == 5
     assert [pairs[i].caption for i in range(5)] == CAPTIONS
-    assert [pairs[i].image.getpixel((0, 0))[0] for i in range(5)] == list(range(5))
+    assert [decoded(pairs[i].image).getpixel((0, 0))[0] for i in range(5)] == list(range(5))
 
 
 @pytest.mark.parametrize(("name", "delimiter"), [("a.csv", ","), ("a.tsv", "\t")])
@@ -140,7 +140,7 @@ def test_an_image_may_have_negatives(folder: Path):
     rows = [[f"images/{i}.png", "right", f"wrong {i}"] for i in range(2)]
     pairs = open_tables([write_text(folder / "a.csv", header, rows, ",")], Wanted(negatives=True))
     assert pairs[1].negatives == ("wrong 1",)
-    assert pairs[1].image.getpixel((0, 0))[0] == 1
+    assert decoded(pairs[1].image).getpixel((0, 0))[0] == 1
 
 
 @pytest.mark.parametrize("kind", ["path", "bytes", "struct", "struct with paths"])
@@ -173,7 +173,7 @@ def test_bad_samples_keep_their_place(folder: Path):
     reasons = []
     for i in range(5):
         with pytest.raises(BadSample) as caught:
-            pairs[i]
+            decoded(pairs[i].image)
         reasons.append(caught.value.reason)
     missing = "missing image file"
     assert reasons == [

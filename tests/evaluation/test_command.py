@@ -46,7 +46,7 @@ def test_names_with_rich_s_markup_appear_as_they_are(
     assert main(["eval", *arguments]) == 0
     out = capsys.readouterr().out
     assert f"{data}, image → text" in out
-    assert "'[/i].png'" in out
+    assert "[/i].png" in out
     assert f"report: {output}/report.html" in out
 
 

@@ -25,7 +25,7 @@ def train(tmp_path, monkeypatch, capsys):
             assert (device, count) == (torch.device("cpu"), 1)
             return Machine("cpu", 1, limit)
 
-        monkeypatch.setattr("megabatch.planning.this_machine", machine)
+        monkeypatch.setattr("megabatch.training.run.this_machine", machine)
         code = cli.main([*shlex.split(f"{SHORT} {options}"), "--output", str(tmp_path / "run")])
         return code, *capsys.readouterr(), (tmp_path / "run/metrics.jsonl").exists()
 

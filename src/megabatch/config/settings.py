@@ -126,7 +126,7 @@ class TrainConfig:
     may also hold lists of texts. Default: all of negative, negatives, negative_1, negative_2 and so
     on that the table has. Used with hard_negatives only."""
     csv_separator: str | None = None
-    """Separator of a text table. Default: a comma; in .tsv files a tab."""
+    """Separator of a text table. Default: a tab if the header has one, else a comma."""
     output: Annotated[Path, MAY_CHANGE] = Path("runs/train")
     """Folder of the run: configuration, logs, checkpoints, weights."""
     resume: bool = False

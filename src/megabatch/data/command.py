@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -16,7 +15,6 @@ from megabatch.options import Positional, parse_one_of
 if TYPE_CHECKING:
     from PIL import Image
 
-    from megabatch.data.pairs import Pair
 
 # Libraries are imported by the functions that use them: --help does not need them.
 
@@ -88,8 +86,12 @@ def inspect(options: Inspect) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
     for source in absent(options.data):
         raise UsageError(f"nothing matches {source}")
-    from megabatch.data.pairs import BadSample, caption_id
+    import numpy as np
+    from rich.progress import track
+
+    from megabatch.data.pairs import BadSample, caption_id, decoded
     from megabatch.data.sources import open_pairs
+    from megabatch.terminal import plain_console
 
     dataset = open_pairs(
         options.data,
@@ -101,22 +103,27 @@ def inspect(options: Inspect) -> int:
         negatives=None if options.csv_negative_key is None else True,
         negative_column=options.csv_negative_key,
     )
-    good: list[Pair] = []
+    size = len(dataset)
+    chosen = np.linspace(0, size - 1, min(options.limit or size, size)).astype(int).tolist()
+    examples: list[str] = []
     bad: dict[str, list[str]] = {}  # their keys by reason
-    negatives, captions = Counter[int](), Counter[int]()
-    indices = _spread(len(dataset), options.limit)
-    for index in _shown(indices):
+    negatives: list[int] = []
+    captions = Counter[int]()
+    console = plain_console(stderr=True)
+    hidden = not console.is_terminal  # rich would end it with an empty line all the same
+    for index in track(chosen, "reading", console=console, transient=True, disable=hidden):
         try:
             pair = dataset[index]
+            first = decoded(pair.image)
         except BadSample as sample:
             bad.setdefault(sample.reason, []).append(sample.key)
             continue
-        negatives[len(pair.negatives)] += 1
+        negatives.append(len(pair.negatives))
         captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
-        if len(good) < 5:
-            good.append(pair)
+        if len(examples) < 5:
+            examples.append(f"{pair.key}: {_described(first)}: {pair.caption}")
     unusable = sum(map(len, bad.values()))
-    print(f"{plural(len(dataset), 'sample')}, {len(indices):,} of them read, {unusable:,} unusable")
+    print(f"{plural(size, 'sample')}, {len(chosen):,} of them read, {unusable:,} unusable")
     for line in getattr(dataset, "notes", []):
         print(f"note: {line}")
     for line in getattr(dataset, "damage", []):
@@ -124,12 +131,12 @@ def inspect(options: Inspect) -> int:
     for reason, keys in sorted(bad.items(), key=lambda item: -len(item[1])):
         print(f"skipped {len(keys):,} x {reason} (first: {keys[0]})")
     if any(negatives):
-        print(f"hard negatives: {_distribution(negatives)}")
+        print(f"hard negatives: {min(negatives):,} to {max(negatives):,} a sample")
     if captions:
-        print(_repetition(captions, of_all=len(indices) == len(dataset)))
-    for pair in good:
-        print(f"{pair.key}: {_described(pair.image)}: {pair.caption}")
-    return 0 if good else 1
+        print(_repetition(captions, of_all=len(chosen) == size))
+    for line in examples:
+        print(line)
+    return 0 if examples else 1
 
 
 def _described(first: Image.Image | str) -> str:
@@ -137,33 +144,6 @@ def _described(first: Image.Image | str) -> str:
         return first
     width, height = first.size
     return f"{width} x {height} {first.mode}"
-
-
-def _spread(size: int, limit: int) -> list[int]:
-    """So many indices, spread evenly; limit 0: all."""
-    import numpy as np
-
-    indices: list[int] = np.linspace(0, size - 1, min(limit or size, size)).astype(int).tolist()
-    return indices
-
-
-def _shown(indices: list[int]) -> Iterable[int]:
-    """The indices, with a bar of progress on a terminal."""
-    from rich.progress import track
-
-    from megabatch.terminal import plain_console
-
-    console = plain_console(stderr=True)
-    hidden = not console.is_terminal  # rich would end it with an empty line all the same
-    return track(indices, "reading", console=console, transient=True, disable=hidden)
-
-
-def _distribution(negatives: Counter[int]) -> str:
-    """How many samples have how many negatives; beyond the most common numbers, their range."""
-    shown = [f"{number:,} for {plural(n, 'sample')}" for number, n in negatives.most_common(4)]
-    if len(negatives) > len(shown):
-        shown.append(f"from {min(negatives):,} to {max(negatives):,} in all")
-    return ", ".join(shown)
 
 
 def _repetition(captions: Counter[int], of_all: bool) -> str:

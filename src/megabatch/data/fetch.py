@@ -24,9 +24,7 @@ from megabatch.data.pairs import (
     Pair,
     PairDataset,
     caption_id,
-    ids_of,
     transformed,
-    undecoded,
 )
 
 TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
@@ -74,28 +72,26 @@ class Fetcher:
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
-        self._read = undecoded(dataset)
         self._prepare = DeferredImage.keep if late else functools.partial(transformed, transform)
         self._tokens = CachedTokens(tokenizer, token_cache)
-        self._captions: CaptionsByIndex | None = None
+        self._arrays = None if late else many_at_once(dataset, transform)
         self._firsts: CachedTokens | None = None
-        if late:
-            return
-        if isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform):
-            self._captions = CaptionsByIndex(dataset, self._tokens)
-        elif getattr(dataset, "first", "image") == "text" and hasattr(transform, "texts"):
+        of_texts = getattr(dataset, "first", "image") == "text" and not late
+        if of_texts and hasattr(transform, "texts"):
             self._firsts = CachedTokens(transform.texts, token_cache)
 
     def __call__(self, request: Request) -> Chunk:
         """Fetch samples; seeds depend on draws, so one that comes twice in an epoch differs."""
         seeds = sample_seeds(self.seed, request.epoch, request.draws)
         indices = request.draws % len(self.dataset)
-        if self._captions is None:
+        if self._arrays is None:
             return self._one_by_one(indices, seeds)
-        arrays = torch.from_numpy(self._captions.dataset.arrays(indices))
-        images = self.transform.batch(arrays, torch.from_numpy(seeds))  # type: ignore[attr-defined]
-        texts, ids = self._captions(indices)
-        return Chunk(images, texts, indices, ids)
+        source, transform = self._arrays
+        images = transform.batch(torch.from_numpy(source.arrays(indices)), torch.from_numpy(seeds))
+        captions = source.texts(indices)
+        own_ids = getattr(source, "ids", None)
+        ids = own_ids(indices) if own_ids else np.array([*map(caption_id, captions)], np.int64)
+        return Chunk(images, self._tokens(captions), indices, ids)
 
     def _one_by_one(self, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
         images: list[Any] = []
@@ -103,7 +99,7 @@ class Fetcher:
         with random_state_kept():
             for offset, (index, seed) in enumerate(zip(indices.tolist(), seeds, strict=True)):
                 try:
-                    pair = self._read(index)
+                    pair = self.dataset[index]
                     texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
                     images.append(self._first(pair, int(seed)))
                 except BadSample as sample:
@@ -152,15 +148,16 @@ def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
     return [found[i] for i in sorted(chosen)]
 
 
-def only_copied(dataset: PairDataset, transform: Callable[[Any], Any]) -> bool:
-    """Whether samples are rows of arrays that the transform does not change.
+def many_at_once(
+    dataset: PairDataset, transform: Callable[[Any], Any]
+) -> tuple[ArrayDataset, BatchTransform] | None:
+    """Both, if the one gives and the other takes many images at once.
 
-    Then one copy is the whole work; another process would have to send that copy.
+    Then one thread does the work: another process would have to send what it has copied.
     """
-    if not (isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform)):
-        return False
-    row = torch.from_numpy(dataset.arrays(np.zeros(1, np.int64)))
-    return transform.batch(row, torch.zeros(1, dtype=torch.int64)) is row
+    if isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform):
+        return dataset, transform
+    return None
 
 
 class CachedTokens:
@@ -184,34 +181,6 @@ class CachedTokens:
                 self._kept[text] = row.copy()  # a view would keep all of `made`
                 self._room -= row.nbytes
         return np.stack(rows)
-
-
-class CaptionsByIndex:
-    """Tokens and ids of a data set's captions, looked up by index once they are known.
-
-    A lookup by text in each epoch would take as long as copying the images, all of it in Python,
-    and so hold up the threads that launch the GPU's work.
-    """
-
-    def __init__(self, dataset: ArrayDataset, tokens: CachedTokens) -> None:
-        self.dataset = dataset
-        self._tokenize = tokens
-        self._known = np.zeros(len(dataset), dtype=bool)
-        self._ids = np.empty(len(dataset), dtype=np.int64)
-        self._tokens = np.empty(0)
-
-    def __call__(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the texts (n, context) and ids, int64 (n,), of the samples with these indices."""
-        new = np.unique(indices[~self._known[indices]])
-        if len(new):
-            tokens = self._tokenize(self.dataset.texts(new))
-            if not self._known.any():  # the system provides memory for the part that is written
-                shape = (len(self._known), *tokens.shape[1:])
-                self._tokens = np.empty(shape, dtype=tokens.dtype)
-            self._tokens[new] = tokens
-            self._ids[new] = ids_of(self.dataset, new)
-            self._known[new] = True
-        return self._tokens[indices], self._ids[indices]
 
 
 def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:

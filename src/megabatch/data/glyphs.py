@@ -22,7 +22,7 @@ import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
 
-from megabatch.data.cache import read_arrays, write_arrays
+from megabatch.data.cache import cached_arrays
 from megabatch.data.pairs import Pair
 from megabatch.errors import UsageError
 from megabatch.files import default_cache_dir
@@ -160,11 +160,7 @@ def load_glyphs(cache_dir: str | Path | None = None) -> GlyphSet:
     fonts = _font_files()
     folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
     path = folder / f"glyphs-{_cache_key(fonts)}.npz"
-    arrays = read_arrays(path, _ARRAYS)
-    if arrays is None:
-        glyphs = render(fonts)
-        write_arrays(path, {name: np.asarray(getattr(glyphs, name)) for name in _ARRAYS})
-        return glyphs
+    arrays = cached_arrays(path, _ARRAYS, lambda: vars(render(fonts)))
     names, face_names = arrays.pop("names").tolist(), arrays.pop("face_names").tolist()
     return GlyphSet(**arrays, names=names, face_names=face_names)
 

@@ -53,9 +53,8 @@ class GreyPairs:
         return len(self._ids)
 
     def __getitem__(self, index: int) -> Pair:
-        image = Image.fromarray(np.asarray(self.images[index, 0]))
         caption, key = self._captions[index].decode(), self._keys[index].decode()
-        return Pair(image, caption, key, int(self._ids[index]))
+        return Pair(Image.fromarray(self.images[index, 0]), caption, key, int(self._ids[index]))
 
     def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
         """Return images, uint8 (b, 1, side, side), of many samples at once."""

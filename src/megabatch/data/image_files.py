@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
 
-_CHECKED = 1_000  # files, when a list is opened
 _URLS = ("http://", "https://", "s3://", "gs://", "ftp://")
 
 
@@ -48,62 +45,35 @@ class ImageFiles:
             raise BadSample("empty image file", key)
         return data
 
-    def look(
-        self, n: int, name_of: Callable[[int], Any], key_of: Callable[[int], str], source: object
-    ) -> list[str]:
-        """Check whether up to a thousand of the files exist, spread evenly; describe missing ones.
+    def check(self, names: Iterable[Any], source: object) -> None:
+        """Raise a UsageError if there are file names among `names`, but no such file.
 
-        Args:
-            n: number of samples.
-            name_of: returns the image of a sample; only file names are checked.
-            key_of: returns the name of a sample in messages.
-            source: the list that names the files, for messages.
-
-        Raises:
-            UsageError: none of them exists.
+        Other values than names are left out; `source` is the list, for the message.
         """
-        count = min(n, _CHECKED)
-        rows = np.linspace(0, n - 1, count).astype(np.int64).tolist()
-        found = [(i, name) for i in rows if isinstance(name := name_of(i), str) and name]
-        missing = [(i, name) for i, name in found if not self._exists(name)]
-        if not missing:
-            return []
-        first, name = missing[0]
-        where = f"{name!r} ({key_of(first)}), {self._fault(name)}"
-        if len(missing) < len(found):
-            return [
-                f"{source}: {len(missing):,} of {len(found):,} image files that were checked are "
-                f"missing, the first is {where}"
-            ]
-        all_of = f"of {len(found):,} looked at " if count < n else ""
-        raise UsageError(
-            f"{source}: none of its image files exists: the first of {len(missing):,} missing "
-            f"ones {all_of}is {where}"
-        )
+        missing: BadSample | None = None
+        for name in names:
+            try:
+                if isinstance(name, str) and name:
+                    self._read_file(name, repr(name))
+                    return
+            except BadSample as sample:
+                missing = missing or sample
+        if missing is not None:
+            raise UsageError(f"{source}: none of its image files exists: {missing.key}")
 
     def _read_file(self, name: Any, key: str) -> bytes:
         if not isinstance(name, str) or not name:
             raise BadSample("no image", key)
         reason = "missing image file"
-        for path in self._candidates(name):
+        paths = list(dict.fromkeys(folder / name for folder in self.folders))
+        for path in paths:
             try:
                 return path.read_bytes()
             except (FileNotFoundError, NotADirectoryError, ValueError):
                 continue
             except OSError:
                 reason = "unreadable image file"
-        raise BadSample(reason, f"{key}, {self._fault(name)}")
-
-    def _exists(self, name: str) -> bool:
-        try:
-            return any(path.exists() for path in self._candidates(name))
-        except (OSError, ValueError):  # a name that is too long, or has a NUL
-            return False
-
-    def _candidates(self, name: str) -> list[Path]:
-        return list(dict.fromkeys(folder / name for folder in self.folders))
-
-    def _fault(self, name: str) -> str:
+        fault = "tried " + " and ".join(map(str, paths))
         if name.lower().startswith(_URLS):
-            return "a URL, and nothing is downloaded (img2dataset makes shards of URLs)"
-        return "tried " + " and ".join(map(str, self._candidates(name)))
+            fault = "a URL, and nothing is downloaded (img2dataset makes shards of URLs)"
+        raise BadSample(reason, f"{key}, {fault}")

@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.fetch import random_state_kept, seed_everything, stacked
-from megabatch.data.pairs import BadSample, DeferredImage, PairDataset, transformed, undecoded
+from megabatch.data.pairs import BadSample, DeferredImage, PairDataset, transformed
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
@@ -33,10 +33,10 @@ class DecodingStopped(UsageError):
 
 def mean_bytes(dataset: PairDataset, samples: int = 256) -> float:
     """Mean bytes of an undecoded image, over samples spread evenly over a data set."""
-    read, sizes = undecoded(dataset), []
+    sizes = []
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
         try:
-            sizes.append(DeferredImage(read(int(index)).image, 0).nbytes)  # type: ignore[arg-type]
+            sizes.append(DeferredImage(dataset[int(index)].image, 0).nbytes)  # type: ignore[arg-type]
         except BadSample:
             continue
     return float(np.mean(sizes)) if sizes else 0.0

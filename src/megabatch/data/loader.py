@@ -13,7 +13,7 @@ import torch
 
 from megabatch.ahead import one_ahead
 from megabatch.data.collect import Memory, collected
-from megabatch.data.fetch import TOKEN_CACHE, TOKEN_CACHE_OF_ONE, Chunk, Fetcher, only_copied
+from megabatch.data.fetch import TOKEN_CACHE, TOKEN_CACHE_OF_ONE, Chunk, Fetcher, many_at_once
 from megabatch.data.late import Decoder, LateImages
 from megabatch.data.order import Order, Requests, parts_of
 from megabatch.data.pairs import PairDataset
@@ -56,8 +56,7 @@ class PairLoader:
     can be resumed with another number of ranks.
 
     Args:
-        dataset: the pairs; if it has `arrays` and the transform `batch`, those are used. If the
-            transform changes no row of them, a thread copies them.
+        dataset: the pairs; if it has `arrays` and the transform `batch`, those are used.
         batch_size: pairs in a batch of all ranks together.
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
@@ -68,7 +67,7 @@ class PairLoader:
             captions, up to 64 MiB; without workers this process does, up to 512 MiB.
         seed: of the orders and the transform's randomness.
         workers: processes that fetch, while a thread of this one puts the next batch together; 0:
-            this process does. If samples are only copied, any number above 0 stands for one thread,
+            this process does. With `arrays` and `batch` any number above 0 stands for that thread,
             and no process is started.
         drop_last: leave out the samples at the end of an epoch that do not fill a batch; always so
             with several ranks, since some might get no row of it.
@@ -142,7 +141,8 @@ class PairLoader:
         self._bad: dict[int, None] = {}  # indices of these samples: a set, in order
         self._decoder = None if late is None else Decoder(transform, workers, late, timeout)
         self._ahead = workers > 0
-        self.processes = 0 if late is None and only_copied(dataset, transform) else workers
+        at_once = late is None and many_at_once(dataset, transform) is not None
+        self.processes = 0 if at_once else workers
         self._fetcher = Fetcher(
             *(dataset, transform, tokenizer, seed),
             token_cache=TOKEN_CACHE if self.processes else TOKEN_CACHE_OF_ONE,
@@ -181,16 +181,15 @@ class PairLoader:
         order, whole_epoch, batches = self._order, self._order.position == 0, 0
         for chunk in self._chunks():
             self._advance(chunk)
-            if not len(chunk) and self._requests.world_size == 1:
-                continue
-            if not len(chunk):
+            if len(chunk):
+                batches += 1
+                yield self._batch(chunk)
+            elif self._requests.world_size > 1:
                 first = "; ".join(f"{key}: {reason}" for _, reason, key in chunk.bad[:3])
                 raise UsageError(
                     f"a rank's whole part of a batch, {plural(len(chunk.bad), 'sample')}, is "
                     f"unusable: {first}"
                 )
-            batches += 1
-            yield self._batch(chunk)
             del chunk  # its memory is that of the batch after the next
         if order.position:  # the rest fills no batch
             order.end_epoch()
@@ -207,7 +206,17 @@ class PairLoader:
         32,768 images take seconds to receive and to copy, during which the GPU would wait.
         """
         stop = threading.Event()  # so that the thread ends early if the loop breaks off
-        chunks = self._started(stop) if self.processes else map(self._fetcher, self._requests)
+        if not self.processes:
+            chunks: Iterator[Chunk] = map(self._fetcher, self._requests)
+        else:
+            self._workers = self._workers or WorkerLoader(
+                self._fetcher,
+                self._requests,
+                workers=self.processes,
+                prefetch=self._prefetch,
+                timeout=self._timeout,
+            )
+            chunks = self._workers.run(stop)  # the processes start from this thread
         batches = collected(chunks, self._requests.rows, self._memory)
         if not self._ahead:
             yield from batches
@@ -231,18 +240,6 @@ class PairLoader:
             stop.set()
             coming.close()
 
-    def _started(self, stop: threading.Event) -> Iterator[Chunk]:
-        """Start the processes, from this thread; pieces of batches come."""
-        if self._workers is None:
-            self._workers = WorkerLoader(
-                self._fetcher,
-                self._requests,
-                workers=self.processes,
-                prefetch=self._prefetch,
-                timeout=self._timeout,
-            )
-        return self._workers.run(stop)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the counts of skipped samples, for JSON."""
         return {
@@ -261,18 +258,15 @@ class PairLoader:
             UsageError: the state belongs to other data, another seed or another kind of order.
         """
         was, now = state["order"], self._order.parameters()
-        if was != now:
-            differences = ", ".join(
-                f"{k} was {was.get(k)}, is {now.get(k)}"
-                for k in {**was, **now}
-                if was.get(k) != now.get(k)
-            )
-            raise UsageError(f"the data cannot be resumed where they were left: {differences}")
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        if changed:
+            found = ", ".join(f"{name} was {was.get(name)}, is {now.get(name)}" for name in changed)
+            raise UsageError(f"the data cannot be resumed where they were left: {found}")
         self._order.epoch = int(state["epoch"])
         self._order.position = int(state["position"])
         self.skipped = Counter(state["skipped"])
         self.skipped_first = dict(state["skipped_first"])
-        self._bad = dict.fromkeys(state.get("bad", []))  # absent in early versions
+        self._bad = dict.fromkeys(state["bad"])
 
     def report(self) -> list[str]:
         """Return lines about damaged files and skipped samples so far; empty if there are none."""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import numpy as np
+from torch.utils.data import ConcatDataset
 
 from megabatch.data.order import Part
-from megabatch.data.pairs import ArrayDataset, Pair, PairDataset, ids_of, undecoded
+from megabatch.data.pairs import Pair, PairDataset
 from megabatch.errors import UsageError, plural
 
 SEPARATOR = "::"
@@ -17,7 +16,7 @@ SEPARATOR = "::"
 _OPTION = "--train-data-upsampling-factors"
 
 
-class MixedPairs:
+class MixedPairs(ConcatDataset[Pair]):
     """The concatenation of sources, each drawn from in proportion to its factor.
 
     A source of n samples with factor f gives round(f * n) of an epoch's pairs, at random positions.
@@ -46,11 +45,9 @@ class MixedPairs:
         names: Sequence[str],
         factors: Sequence[float] | None = None,
     ) -> None:
-        self.sources = list(sources)
+        super().__init__(sources)  # type: ignore[arg-type]
         factors = [1.0] * len(sources) if factors is None else factors
         check_factors(factors, len(sources))
-        sizes = [len(source) for source in sources]
-        self._ends = np.cumsum(sizes)
         kinds = [getattr(source, "first", "image") for source in sources]
         self.first = kinds[0]
         for name, kind in zip(names, kinds, strict=True):
@@ -60,89 +57,35 @@ class MixedPairs:
         self.parts = [Part(len(self), len(self))]
         if all(factor == 1 for factor in factors):
             return
+        sizes = map(len, sources)
         self.parts = [Part(n, round(n * f)) for n, f in zip(sizes, factors, strict=True)]
         for name, part, factor in zip(names, self.parts, factors, strict=True):
+            pairs = plural(part.size, "pair")
             if part.drawn == 0:
-                raise UsageError(
-                    f"{_OPTION}: {factor:g} of the {plural(part.size, 'pair')} of {name} is less "
-                    "than one pair"
-                )
-            self.shares.append(
-                f"{name}: {plural(part.size, 'pair')}, of which an epoch draws {part.drawn:,}"
-            )
+                too_few = f"{factor:g} of the {pairs} of {name} is less than one pair"
+                raise UsageError(f"{_OPTION}: {too_few}")
+            self.shares.append(f"{name}: {pairs}, of which an epoch draws {part.drawn:,}")
 
     @property
     def damage(self) -> list[str]:
         """A line for each part of any source's files that cannot be read."""
-        return [line for source in self.sources for line in getattr(source, "damage", [])]
+        return [line for source in self.datasets for line in getattr(source, "damage", [])]
 
     @property
     def notes(self) -> list[str]:
         """Other remarks on the sources, for the user."""
-        return [line for source in self.sources for line in getattr(source, "notes", [])]
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Pair:
-        source, own = self._find(index)
-        return source[own]
-
-    def undecoded(self, index: int) -> Pair:
-        """Sample `index`, with an EncodedImage instead of an image from a file."""
-        source, own = self._find(index)
-        return undecoded(source)(own)
-
-    def _find(self, index: int) -> tuple[PairDataset, int]:
-        """A sample's source, and its index there."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} of {len(self)} samples")
-        source = int(np.searchsorted(self._ends, index, side="right"))
-        return self.sources[source], index - (int(self._ends[source - 1]) if source else 0)
-
-
-class MixedArrays(MixedPairs):
-    """A mixture of `ArrayDataset`s, and one itself."""
-
-    def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return images, uint8 (b, channels, height, width)."""
-        return self._from_each(indices, lambda source, own: source.arrays(own))
-
-    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Return their captions."""
-        found = self._from_each(indices, lambda source, own: np.array(source.texts(own), object))
-        return list(found)
-
-    def ids(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return the pairs' ids, int64 (b,)."""
-        return self._from_each(indices, ids_of)
-
-    def _from_each(
-        self, indices: Sequence[int] | np.ndarray, read: Callable[[Any, np.ndarray], np.ndarray]
-    ) -> np.ndarray:
-        """read(source, indices in it) for the sources that occur, in the order of `indices`."""
-        index = np.asarray(indices)
-        source_of = np.searchsorted(self._ends, index, side="right")
-        starts = [0, *self._ends[:-1]]
-        parts = [
-            read(self.sources[number], index[source_of == number] - starts[number])
-            for number in np.unique(source_of)
-        ]
-        together = np.concatenate(parts)
-        found = np.empty_like(together)
-        found[np.argsort(source_of, kind="stable")] = together
-        return found
+        return [line for source in self.datasets for line in getattr(source, "notes", [])]
 
 
 def mix(
     sources: Sequence[PairDataset], names: Sequence[str], factors: Sequence[float] | None = None
-) -> MixedPairs:
-    """Return the mixture of sources, with `arrays` if all have them, of one shape."""
-    if all(isinstance(source, ArrayDataset) for source in sources):
-        shapes = {source.arrays([0]).shape for source in sources}  # type: ignore[attr-defined]
-        if len(shapes) == 1:
-            return MixedArrays(sources, names, factors)
-    return MixedPairs(sources, names, factors)
+) -> PairDataset:
+    """Return the mixture of sources; of a single one itself, with the mixture's `parts`."""
+    mixed = MixedPairs(sources, names, factors)
+    if len(sources) > 1:
+        return mixed
+    vars(sources[0]).update(parts=mixed.parts, shares=mixed.shares)
+    return sources[0]  # which may give many samples at once
 
 
 def parse_factors(text: str) -> list[float]:
@@ -160,7 +103,7 @@ def parse_factors(text: str) -> list[float]:
 
 
 def check_factors(factors: Sequence[float], sources: int) -> None:
-    """Raise a UsageError if the factors are out of range, or not one per source."""
+    """Raise a UsageError if the factors are not numbers above 0, one per source."""
     given = SEPARATOR.join(f"{factor:g}" for factor in factors)
     if len(factors) != sources:
         raise UsageError(

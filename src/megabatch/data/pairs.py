@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,13 +24,14 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, appen
 class Pair:
     """One image with its caption; `key` is the sample's constant name in messages.
 
+    An image from a file is an EncodedImage: who uses it decodes it, now or later (see `decoded`).
     In a pair of texts `image` is the first text, such as the query to a passage.
     `id`, 0 <= id < 2**62: pairs with equal ids are not negatives of each other. None: pairs with
     equal captions are not.
     `negatives`: hard negatives, texts that look right but are not, if the source has any.
     """
 
-    image: Image.Image | str
+    image: Image.Image | EncodedImage | str
     caption: str
     key: str
     id: int | None = None
@@ -80,7 +80,7 @@ class PairDataset(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> Pair:
-        """Sample `index`; raises BadSample if it cannot be used."""
+        """Sample `index`; raises BadSample if it cannot be used, as may decoding its image."""
         ...
 
 
@@ -89,7 +89,7 @@ class ArrayDataset(PairDataset, Protocol):
     """A source of images of one size that also returns many at once; none of its samples is bad.
 
     It is used so with a transform that has `batch` (see BatchTransform), which is many times faster
-    for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,): see `ids_of`.
+    for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
     """
 
     def arrays(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
@@ -116,14 +116,6 @@ class BatchTransform(Protocol):
         function of seed, epoch and index alone, so that no sample depends on its neighbours.
         """
         ...
-
-
-def ids_of(dataset: ArrayDataset, indices: np.ndarray) -> np.ndarray:
-    """The pairs' ids, int64 (n,): the data set's own, or else their captions'."""
-    if hasattr(dataset, "ids"):
-        own: np.ndarray = dataset.ids(indices)
-        return own
-    return np.array([caption_id(text) for text in dataset.texts(indices)], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -199,24 +191,9 @@ class DeferredImage:
         return self.image.width * self.image.height * len(self.image.getbands())
 
 
-class FilePairs(ABC):
-    """A base of sources whose images are files, which can be left undecoded."""
-
-    @abstractmethod
-    def undecoded(self, index: int) -> Pair:
-        """Sample `index`, with an EncodedImage instead of its image."""
-
-    def __getitem__(self, index: int) -> Pair:
-        pair = self.undecoded(index)
-        if isinstance(pair.image, EncodedImage):
-            return replace(pair, image=pair.image.decode())
-        return pair
-
-
-def undecoded(dataset: PairDataset) -> Callable[[int], Pair]:
-    """The pairs by index, with an `EncodedImage` instead of each image from a file."""
-    read: Callable[[int], Pair] = getattr(dataset, "undecoded", dataset.__getitem__)
-    return read
+def decoded(image: Any) -> Any:
+    """An image or text as it is, an EncodedImage decoded; raises BadSample if that fails."""
+    return image.decode() if isinstance(image, EncodedImage) else image
 
 
 def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.Tensor:
@@ -225,12 +202,11 @@ def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.T
     A transform's method `pixels`, if it has one, gets colour JPEG files as arrays (see
     `EncodedImage.pixels`), which costs less than Pillow's image.
     """
-    if not isinstance(image, EncodedImage):
-        return transform(image)
     from_array = getattr(transform, "pixels", None)
-    if from_array is None or (pixels := image.pixels()) is None:
-        return transform(image.decode())
-    return from_array(pixels)
+    if from_array is None or not isinstance(image, EncodedImage):
+        return transform(decoded(image))
+    pixels = image.pixels()
+    return transform(image.decode()) if pixels is None else from_array(pixels)
 
 
 def decode_image(data: bytes, key: str) -> Image.Image:

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import re
 import shutil
 import sys
 import uuid
@@ -46,32 +47,29 @@ def local_copies(spec: str) -> list[Path]:
         UsageError: nothing matches, a file cannot be read, or a command fails.
     """
     sources = expand_urls(spec)
-    if not spec.startswith(COMMAND):  # not by the expanded text, or braces could hide a command
-        sources = [name for url in sources for name in _matching(url, spec)]
-    copied = _file_copy if not spec.startswith(COMMAND) else _command_output
+    is_command = spec.startswith(COMMAND)  # not the expanded text: braces could hide a command
+    if not is_command:
+        sources = [name for url in sources for name in _named(_glob, url)]
     with ThreadPoolExecutor(min(_AT_A_TIME, len(sources))) as pool:
-        return list(pool.map(functools.partial(_named, copied), sources))
+        copied = functools.partial(_named, _command_output if is_command else _file_copy)
+        return list(pool.map(copied, sources))
 
 
 def _named(work: Callable[[str], Any], source: str) -> Any:
     """work(source), whose errors name the source; libraries of stores raise errors of their own."""
     try:
         return work(source)
-    except UsageError:
-        raise
     except FileNotFoundError as error:
         raise UsageError(f"nothing matches {source}") from error
     except Exception as error:
         raise UsageError(f"cannot read {source}: {one_line(error, 300)}") from error
 
 
-def _matching(url: str, spec: str) -> list[str]:
-    if not is_url(url):
-        raise UsageError(f"{url}: expected a URL (from {spec!r})")
-    return _named(_glob, url) if "*" in url else [url]
-
-
 def _glob(url: str) -> list[str]:
+    if not is_url(url):
+        raise ValueError("expected a URL")
+    if "*" not in url:
+        return [url]
     system, path = fsspec.core.url_to_fs(url)
     if not (names := sorted(system.glob(path))):
         raise FileNotFoundError(url)
@@ -81,44 +79,36 @@ def _glob(url: str) -> list[str]:
 def _file_copy(url: str) -> Path:
     system, path = fsspec.core.url_to_fs(url)
     about = system.info(path)
-    state = [(k, str(v)) for k, v in about.items() if k.lower().translate(_PLAIN) in _STATE]
-    place = _place(f"{url} {sorted(state)}", Path(path).name)
-    _copy(lambda: system.open(path, "rb"), place, url, about.get("size"))
-    return place
-
-
-_PLAIN = str.maketrans("", "", "-_")
+    state = {k: v for k, v in about.items() if re.sub("[-_]", "", k.lower()) in _STATE}
+    identity = f"{url} {sorted((k, str(v)) for k, v in state.items())}"
+    return _copy(identity, Path(path).name, url, lambda: system.open(path, "rb"), about.get("size"))
 
 
 def _command_output(command: str) -> Path:
-    place = _place(command, "pipe.tar")
-    _copy(lambda: gopen_pipe(command, "rb"), place, command)
-    return place
+    return _copy(command, "pipe.tar", command, lambda: gopen_pipe(command, "rb"))
 
 
-def _place(identity: str, name: str) -> Path:
-    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    return default_cache_dir() / "remote" / digest / name
+def _copy(
+    identity: str, name: str, source: str, opened: Callable[[], Any], size: int | None = None
+) -> Path:
+    """Copy what `opened` gives if there is no copy of this identity yet; returns the copy.
 
-
-def _copy(opened: Callable[[], Any], place: Path, name: str, size: int | None = None) -> None:
-    """Copy a file if it is missing, while the machine's other processes wait for it.
-
-    size: the bytes that it should have, if known.
+    The machine's other processes wait for it. size: the bytes that it should have, if known.
     """
-    if place.exists():
-        return
+    digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    place = default_cache_dir() / "remote" / digest / name
     place.parent.mkdir(parents=True, exist_ok=True)
     with (place.parent / "lock").open("a") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: it is copied twice
             fcntl.flock(lock, fcntl.LOCK_EX)
         if place.exists():
-            return
+            return place
         shown = "" if size is None else f" ({size / 1e6:,.1f} MB)"
-        print(f"copying {name}{shown} to {place}", file=sys.stderr)
-        own = place.with_name(f"{place.name}-{uuid.uuid4().hex}.partial")
+        print(f"copying {source}{shown} to {place}", file=sys.stderr)
+        own = place.with_name(f"{name}-{uuid.uuid4().hex}.partial")
         with replacing(place, own) as partial:
-            with contextlib.closing(opened()) as source, partial.open("wb") as file:
-                shutil.copyfileobj(source, file, _BLOCK)  # a command fails when it is closed
+            with contextlib.closing(opened()) as source_file, partial.open("wb") as file:
+                shutil.copyfileobj(source_file, file, _BLOCK)  # closing raises a command's error
             if size is not None and partial.stat().st_size != size:
                 raise OSError(f"{partial.stat().st_size:,} of {size:,} bytes came")
+    return place

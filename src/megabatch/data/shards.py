@@ -17,8 +17,8 @@ import numpy as np
 from PIL import Image
 from webdataset.tariterators import base_plus_ext
 
-from megabatch.data.cache import read_arrays, write_arrays
-from megabatch.data.pairs import BadSample, EncodedImage, FilePairs, Pair, clean_caption
+from megabatch.data.cache import cached_arrays
+from megabatch.data.pairs import BadSample, EncodedImage, Pair, clean_caption
 from megabatch.errors import UsageError, are, plural
 from megabatch.files import default_cache_dir
 
@@ -29,7 +29,6 @@ _KINDS = dict.fromkeys(IMAGE_EXTENSIONS, 0) | {name: KINDS.index(name) for name 
 ABSENT = (0, 0)  # no member starts at byte 0: its header does
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
-_COMPRESSED_NAMES = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 _OPEN_FILES = 64  # per process
 _VERSION = 4  # increase it when the same file would give another index
 
@@ -62,14 +61,11 @@ def tar_index(path: str) -> TarIndex:
         identity = (_VERSION, os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
         name = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
         cached = default_cache_dir() / "shards" / f"{name}.npz"
-        if arrays := read_arrays(cached, ("keys", "spans", "damage")):
-            return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
-        index = _read_index(path, stat.st_size)
+        names = ("keys", "spans", "damage")
+        arrays = cached_arrays(cached, names, lambda: vars(_read_index(path, stat.st_size)))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    arrays = {"keys": index.keys, "spans": index.spans, "damage": np.array(index.damage)}
-    write_arrays(cached, arrays)
-    return index
+    return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
 
 
 def _read_index(path: str, size: int) -> TarIndex:
@@ -78,7 +74,7 @@ def _read_index(path: str, size: int) -> TarIndex:
     spans: list[list[tuple[int, int]]] = []
     damage, offset = "", 0
     with open(path, "rb") as file:
-        if path.endswith(_COMPRESSED_NAMES) or file.read(4).startswith(_COMPRESSED):
+        if file.read(4).startswith(_COMPRESSED):
             raise UsageError(
                 f"{path} is compressed and cannot be read at random; unpack it to .tar"
             )
@@ -100,7 +96,9 @@ def _read_index(path: str, size: int) -> TarIndex:
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
             if spans and (spans[-1][0] == ABSENT or spans[-1][1:] == [ABSENT] * 3):  # incomplete
                 del keys[-1], spans[-1]
-            damage = f"{path}: {error}, at byte {offset:,} of {size:,}; {_loss(path, len(keys))}"
+            used = f"the {plural(len(keys), 'sample')} before that {are(len(keys))} used"
+            place = f"at byte {offset:,} of {size:,}"
+            damage = f"{path}: {error}, {place}; {used}, what followed is lost"
     found = np.array(spans, dtype=np.int64).reshape(-1, len(KINDS), 2)
     return TarIndex(np.array(keys, dtype=np.bytes_), found, damage)
 
@@ -117,22 +115,6 @@ def _add(member: tarfile.TarInfo, keys: list[bytes], spans: list[list[tuple[int,
         spans.append([ABSENT] * len(KINDS))
     if spans[-1][kind] == ABSENT:
         spans[-1][kind] = (member.offset_data, member.size)
-
-
-def _loss(path: str, used: int) -> str:
-    """How many samples of a damaged file are used, and how many lost.
-
-    The number is in the statistics that img2dataset writes next to a shard.
-    """
-    before = f"the {plural(used, 'sample')} before that {are(used)} used"
-    stats = Path(path).with_name(Path(path).stem + "_stats.json")
-    try:
-        total = int(json.loads(stats.read_text(encoding="utf-8"))["successes"])
-        if total < used:
-            raise ValueError("not of this file")
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{before}, what followed is lost"
-    return f"{before}, {total - used:,} of {total:,} {are(total - used)} lost"
 
 
 class TarSamples:
@@ -199,7 +181,7 @@ def _open_file(path: str, mtime: int) -> io.FileIO:
     return open(path, "rb", buffering=0)
 
 
-class ShardPairs(FilePairs, TarSamples):
+class ShardPairs(TarSamples):
     """Pairs in tar files as img2dataset and webdataset write them.
 
     A sample's caption is its `txt`, or else "caption" in its `json`. If json has a "caption_id", a
@@ -207,7 +189,7 @@ class ShardPairs(FilePairs, TarSamples):
     and raises BadSample. Everything else is as in `TarSamples`.
     """
 
-    def undecoded(self, index: int) -> Pair:
+    def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
         image: Any = EncodedImage(self.read(index, "image"), key)
         fields: dict[str, Any] = {}

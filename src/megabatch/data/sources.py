@@ -1,8 +1,9 @@
-"""Opening the sources of pairs that a user names: the glyphs, shards, tables, saved folders."""
+"""Opening the sources of pairs that a user names: the glyphs, shards, tables, grey images."""
 
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,10 @@ from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix
 from megabatch.data.pairs import PairDataset
-from megabatch.errors import UsageError, plural
+from megabatch.errors import UsageError
 from megabatch.imports import named_extras
 
 ALL_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".jsonl.gz", ".arrow")
-
-# Files of a folder that `save_to_disk` of Hugging Face's datasets writes, of one data set, and of
-# several splits, each in a folder of its own. Their Arrow streams are read without that library,
-# which would bring pandas and a dozen more packages along.
-_STATE, _SAVED_SPLITS = "state.json", "dataset_dict.json"
 
 
 @named_extras()
@@ -43,10 +39,10 @@ def open_pairs(
     Args:
         spec: one or several sources joined by `::`. A source is "glyphs"; or a path of .tar shards
             or of .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow tables: one file, a pattern with
-            braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder that
-            `save_to_disk` of Hugging Face's datasets wrote (of several splits, train is read). Also
-            a URL that fsspec opens (s3://, gs://, https://) with braces or `*`, or `pipe:` and a
-            command that prints a shard; such files are copied into the cache folder first.
+            braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder of grey
+            images, see `GreyPairs`. Also a URL that fsspec opens (s3://, gs://, https://) with
+            braces or `*`, or `pipe:` and a command that prints a shard; such files are copied into
+            the cache folder first.
         split: part of the glyph set: train (default), faces, characters, all.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
@@ -55,7 +51,7 @@ def open_pairs(
         caption_column: column of captions; default: the first of title, caption, text, and with
             queries before those positive, answer, sentence2. The three columns may also be several
             joined by `::`, one per source.
-        separator: field separator of text tables; default: a comma, in .tsv files a tab.
+        separator: field separator of text tables; default: a tab if the header has one, or a comma.
         negatives: whether pairs have negatives, texts from further columns of tables; None: if a
             table has such columns.
         negative_column: names of these columns, joined by commas; default: all of negative,
@@ -70,18 +66,18 @@ def open_pairs(
     specs = split_spec(spec)
     if upsampling_factors is not None:  # before anything that takes long
         check_factors(upsampling_factors, len(specs))
-    columns = {
-        "image": image_column,
-        "query": query_column,
-        "caption": caption_column,
-        "negative": negative_column,
+    each = {
+        "image": one_each(image_column, "--csv-img-key", specs),
+        "query": one_each(query_column, "--csv-query-key", specs),
+        "caption": one_each(caption_column, "--csv-caption-key", specs),
+        "negative": one_each(negative_column, "--csv-negative-key", specs),
     }
-    each = {name: one_each(names, f"{name}_column", specs) for name, names in columns.items()}
-    shared = {"separator": separator, "negatives": negatives}
-    sources = [
-        _open_one(one, split, {**{name: each[name][i] for name in each}, **shared})
-        for i, one in enumerate(specs)
-    ]
+    sources = []
+    for i, one in enumerate(specs):
+        columns: dict[str, Any] = {name: names[i] for name, names in each.items()}
+        sources.append(
+            _open_one(one, split, {**columns, "separator": separator, "negatives": negatives})
+        )
     if len(sources) == 1 and upsampling_factors is None:
         return sources[0]
     return mix(sources, specs, upsampling_factors)
@@ -99,27 +95,18 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-#: The columns' options on the command line.
-_OPTIONS = {
-    "image_column": "--csv-img-key",
-    "query_column": "--csv-query-key",
-    "caption_column": "--csv-caption-key",
-    "negative_column": "--csv-negative-key",
-}
-
-
-def one_each(names: str | None, column: str, specs: list[str]) -> list[str | None]:
+def one_each(names: str | None, option: str, specs: list[str]) -> list[str | None]:
     """Return a column's name for each source: the same for all, or several joined like sources.
 
     Raises:
-        UsageError: the number of names is not that of the sources; `column` is for the message.
+        UsageError: the number of names is not that of the sources; `option` is for the message.
     """
     if names is None or SEPARATOR not in names or len(specs) == 1:
         return [names] * len(specs)
     each = names.split(SEPARATOR)
     if len(each) != len(specs):
         raise UsageError(
-            f"{_OPTIONS[column]}: {names!r} names {len(each)}; expected one, or one for each of "
+            f"{option}: {names!r} names {len(each)}; expected one, or one for each of "
             f"{len(specs)} sources"
         )
     return [name or None for name in each]
@@ -150,26 +137,23 @@ def _open_one(spec: str, split: str | None, columns: dict[str, Any]) -> PairData
 
 
 def find_files(spec: str) -> list[Path]:
-    """Return the files that a path, pattern or folder names, all shards or all tables.
+    """Return the files that a path, pattern, folder or URL names, all shards or all tables.
 
     Raises:
         UsageError: names the part that matches nothing, or a file of no known kind.
     """
-    if any((Path(spec) / name).is_file() for name in (_STATE, _SAVED_SPLITS)):
-        return _saved_files(Path(spec))
-    paths: list[Path] = []
-    if not Path(spec).exists() and (spec.startswith(COMMAND) or is_url(spec)):
+    if Path(spec).exists():
+        paths = _matches(spec, spec)
+    elif spec.startswith(COMMAND) or is_url(spec):
         from megabatch.data.remote import local_copies
 
         paths = local_copies(spec)
     else:
-        for pattern in [spec] if Path(spec).exists() else expand_urls(spec):
-            paths += _matches(pattern, spec)
+        paths = [path for pattern in expand_urls(spec) for path in _matches(pattern, spec)]
     tables = [path for path in paths if path.name.endswith(ALL_TABLES)]
-    others = [path for path in paths if path not in tables]
     # Compressed shards too: their reader has a message for them.
-    shards = [path for path in others if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
-    if unknown := set(others) - set(shards):
+    shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
+    if unknown := set(paths) - {*tables, *shards}:
         raise UsageError(
             f"{min(unknown)} is neither a .tar shard nor a {', '.join(ALL_TABLES)} table (from "
             f"{spec!r})"
@@ -182,10 +166,14 @@ def find_files(spec: str) -> list[Path]:
 def _matches(pattern: str, spec: str) -> list[Path]:
     path = Path(pattern)
     if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.is_file())
+        # Without what Hugging Face's datasets has cached beside its data.
+        files = sorted(p for p in path.iterdir() if not p.match("cache-*.arrow"))
         # Shards first: img2dataset leaves a table of metadata, without images, next to each.
         for kinds in ((".tar",), ALL_TABLES):
-            if found := [p for p in files if p.name.endswith(kinds)]:
+            if found := [p for p in files if p.is_file() and p.name.endswith(kinds)]:
+                saved = re.fullmatch(r"data-\d+-of-(\d+)\.arrow", found[0].name)  # by datasets
+                if saved and len(found) != int(saved[1]):
+                    raise UsageError(f"{path} has {len(found)} of the {int(saved[1])} files saved")
                 return found
         raise UsageError(
             f"no .tar shards and no {', '.join(ALL_TABLES)} tables in the folder {path}"
@@ -195,29 +183,3 @@ def _matches(pattern: str, spec: str) -> list[Path]:
         within = "" if pattern == spec else f" (from {spec!r})"
         raise UsageError(f"nothing matches {pattern}{within}")
     return found
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    """The Arrow files of a folder that `save_to_disk` wrote; of several splits, those of train.
-
-    Raises:
-        UsageError: a file is missing; there are splits, but no train.
-    """
-    if not (folder / _STATE).is_file():
-        splits = sorted(path.parent.name for path in folder.glob(f"*/{_STATE}"))
-        if "train" not in splits:
-            others = ", ".join(map(repr, splits)) or "none"
-            raise UsageError(
-                f"{folder} has no split 'train', but {others}: give the folder of one of them"
-            )
-        folder = folder / "train"
-    files = sorted(
-        folder.glob("data-[0-9]*-of-[0-9]*.arrow")
-    )  # others may be results that it has cached
-    expected = int(files[0].stem.rpartition("-")[2]) if files else 1
-    if len(files) != expected:
-        raise UsageError(
-            f"{folder} has {len(files)} of the {plural(expected, 'file')} data-*.arrow that "
-            "datasets wrote; if a version before 2.8 did, load and save it once more"
-        )
-    return files

@@ -37,10 +37,6 @@ class Columns(NamedTuple):
     damage: list[str]
 
 
-class WrongColumns(UsageError):
-    """A table lacks a wanted column, or has two of a name."""
-
-
 def column_names(path: Path, separator: str) -> list[str]:
     """Return the names of a table's columns; `separator`: of fields in .csv and .tsv.
 
@@ -111,8 +107,6 @@ def _header(path: Path, separator: str) -> list[str]:
         raise UsageError(f"cannot read {path}: the file is empty ({path.stat().st_size} bytes)")
     if any(letter == "\ufffd" or letter < "\t" for letter in "".join(names)):
         raise UsageError(f"cannot read {path}: expected a text table in UTF-8")
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1 and name]:
-        raise WrongColumns(f"{path} has more than one column {twice[0]!r}")
     return names
 
 
@@ -123,39 +117,32 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
         malformed.append(row)
         return "skip"
 
-    try:
-        table = pa.csv.read_csv(
-            path,
-            # Threads would not know the rows' numbers, and are slower if fields may hold newlines.
-            read_options=pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
-            parse_options=pa.csv.ParseOptions(
-                delimiter=separator, newlines_in_values=True, invalid_row_handler=skip
-            ),
-            convert_options=pa.csv.ConvertOptions(
-                column_types={name: pa.string() for name in names},
-                include_columns=names,
-                check_utf8=False,  # a bad byte costs its row, not the file: see Table
-            ),
-        )
-    except pa.ArrowInvalid as error:
-        if "straddling" not in str(error):
-            raise
-        raise UsageError(
-            f"cannot read {path}: a row is longer than {_BLOCK >> 20} MiB, as happens if a quote "
-            "is never closed"
-        ) from error
+    table = pa.csv.read_csv(
+        path,
+        # Threads would not know the rows' numbers, and are slower if fields may hold newlines.
+        read_options=pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
+        parse_options=pa.csv.ParseOptions(
+            delimiter=separator, newlines_in_values=True, invalid_row_handler=skip
+        ),
+        convert_options=pa.csv.ConvertOptions(
+            column_types={name: pa.string() for name in names},
+            include_columns=names,
+            check_utf8=False,  # a bad byte costs its row, not the file: see TablePairs
+        ),
+    )
     damage = []
     if malformed:
         first = malformed[0]
         damage.append(
             f"{path}: {plural(len(malformed), 'row')} left out, the first (row {first.number - 1}) "
             f"has {plural(first.actual_columns, 'field')} instead of {first.expected_columns}: "
-            f"{_start(first.text)}"
+            f"{first.text[:40]!r}"
         )
     if lost := _swallowed(path, table, separator):
+        row = table.num_rows + len(malformed)
         damage.append(
-            f"{path}: a quote opens in row {table.num_rows + len(malformed)} and is never closed: "
-            f"that row and the {plural(lost, 'line')} after it are left out"
+            f"{path}: row {row} and {plural(lost, 'line')} after it are left out: a "
+            "quote is never closed"
         )
         table = table.slice(0, table.num_rows - 1)
     left_out = np.array([row.number - 2 for row in malformed], dtype=np.int64)
@@ -167,17 +154,11 @@ def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
     last = _header(path, separator)[-1]
     if last not in table.column_names or not table.num_rows:
         return 0
-    lines = table.column(last)[-1].as_buffer().to_pybytes().rstrip(b"\r\n").count(b"\n")
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 64))
         closed = file.read().rstrip(b"\r\n").endswith(b'"')
-    return 0 if closed else lines
-
-
-def _start(text: str) -> str:
-    """The beginning of a malformed row, which shows best where a quote has swallowed lines."""
-    lines, start = text.count("\n"), repr(text[:40] + ("..." if len(text) > 40 else ""))
-    return f"{start}, over {lines + 1} lines" if lines else start
+    text = table.column(last)[-1].as_buffer().to_pybytes()
+    return 0 if closed else text.rstrip(b"\r\n").count(b"\n")
 
 
 # JSON lines. They are parsed one by one, so that a bad line costs no other. pyarrow's reader is
@@ -205,34 +186,26 @@ def _read_json(path: Path, names: Sequence[str], lists: Sequence[str]) -> Column
     anything but a text or a number under a name; so is everything after damage to the compression.
     """
     kinds = {name: pa.list_(pa.string()) if name in lists else pa.string() for name in names}
-    pieces: dict[str, list[pa.Array]] = {name: [pa.array([], kinds[name])] for name in names}
+    pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
     kept: list[int] = []
     bad: list[str] = []
-
-    def rows() -> Iterator[dict[str, Any]]:
-        for number, row in _json_objects(path):
+    objects = _json_objects(path)
+    while lines := list(itertools.islice(objects, _PIECE)):
+        rows = []
+        for number, row in lines:
             try:
-                if isinstance(row, str):
-                    raise ValueError(row)
-                texts = {name: _texts(row.get(name), name, name in lists) for name in names}
+                rows.append({name: _texts(row, name, name in lists) for name in names})
+                kept.append(number)
             except ValueError as error:
                 bad.append(f"line {number}: {error}")
-                continue
-            kept.append(number)
-            yield texts
-
-    coming = rows()
-    while piece := list(itertools.islice(coming, _PIECE)):
-        for name in names:
-            pieces[name].append(pa.array([row[name] for row in piece], kinds[name]))
-    by_name = {name: pa.chunked_array(arrays, kinds[name]) for name, arrays in pieces.items()}
+        for name, kind in kinds.items():
+            pieces[name].append(pa.array([row[name] for row in rows], kind))
+    by_name = {name: pa.chunked_array(pieces[name], kind) for name, kind in kinds.items()}
     left_out = np.setdiff1d(np.arange(1, kept[-1] if kept else 0), kept) - 1
-    if not bad:
-        return Columns(by_name, left_out, [])
-    damage = f"{path}: {plural(len(bad), 'line')} left out, the first is {bad[0]}"
+    damage = [f"{path}: {plural(len(bad), 'line')} left out, the first is {bad[0]}"] if bad else []
     if bad[1:] and "breaks off" in bad[-1]:
-        damage += f", the last is {bad[-1]}"
-    return Columns(by_name, left_out, [damage])
+        damage[0] += f", the last is {bad[-1]}"
+    return Columns(by_name, left_out, damage)
 
 
 def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
@@ -254,20 +227,23 @@ def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         yield number + 1, f"breaks off: {one_line(error)}"
 
 
-def _texts(value: Any, name: str, is_list: bool) -> Any:
-    """A value as a text, a number in its notation, as in CSV; or as a list of texts."""
-    if value is None:
-        return None
-    if is_list:
+def _texts(row: dict[str, Any] | str, name: str, is_list: bool) -> Any:
+    """A text of a row, a number in its notation, as in CSV; or a list of texts; null is None.
+
+    Raises:
+        ValueError: it is something else, or the row is none.
+    """
+    if isinstance(row, str):
+        raise ValueError(row)
+    value = row.get(name)
+    if is_list and value is not None:
         values = value if isinstance(value, list) else [value]
-        return [_texts(one, name, False) for one in values]
-    if isinstance(value, str) and value.isascii():
+        return [_texts({name: one}, name, False) for one in values]
+    if value is None or (isinstance(value, str) and value.isascii()):
         return value
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{name!r} holds {type(value).__name__}, not a text")
-    text = str(value)
     try:
-        text.encode()
+        return str(value).encode().decode()
     except UnicodeEncodeError as error:  # half of a surrogate pair
         raise ValueError(f"{name!r} is not Unicode text") from error
-    return text

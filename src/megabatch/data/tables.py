@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,17 +17,11 @@ from megabatch.data.mixture import MixedPairs
 from megabatch.data.pairs import (
     BadSample,
     EncodedImage,
-    FilePairs,
     Pair,
     PairDataset,
     clean_caption,
 )
-from megabatch.data.table_files import (
-    TEXT_TABLES,
-    WrongColumns,
-    column_names,
-    read_columns,
-)
+from megabatch.data.table_files import TEXT_TABLES, column_names, read_columns
 from megabatch.errors import UsageError
 
 # The first one that a table has is used. The names for pairs of texts are those of
@@ -37,24 +32,19 @@ QUERY_COLUMNS = ("query", "anchor", "question", "sentence1")
 POSITIVE_COLUMNS = ("positive", "answer", "sentence2", *CAPTION_COLUMNS)
 _NEGATIVE_COLUMN = re.compile(r"negatives?|negative_\d+")
 _OPTIONS = {"image": "--csv-img-key", "query": "--csv-query-key", "caption": "--csv-caption-key"}
-#: Field separators of text tables, the most usual first.
-SEPARATORS = {",": "a comma", "\t": "a tab", ";": "a semicolon", "|": "a bar"}
+
+_CHECKED = 100  # image files, when a table is opened
 
 First = Literal["image", "text"]
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """The columns to read from a table: their names, None for the usual ones.
+    """The columns to read from a table: their names, None for the usual ones, see `open_pairs`.
 
-    image: of paths or bytes; by default the first of IMAGE_COLUMNS that the table has. query: of
-    first texts, for pairs of texts; by default, if a table has no image column, the first of
-    QUERY_COLUMNS. caption: by default the first of CAPTION_COLUMNS or, with queries, of
-    POSITIVE_COLUMNS. separator: of fields in .csv and .tsv; None: see `TablePairs`. lists: whether
-    captions may also be lists of texts. negatives: whether pairs have negatives, texts (or, except
-    in CSV, lists of them) from further columns, empty ones left out; None: if there are such
-    columns. negative: names of these columns, joined by commas; by default all of negative,
-    negatives, negative_1, negative_2 and so on.
+    lists: whether captions may also be lists of texts. negatives: whether pairs have negatives,
+    texts (or, except in CSV, lists of them) from further columns, empty ones left out; None: if
+    there are such columns.
     """
 
     image: str | None = None
@@ -66,7 +56,7 @@ class Wanted:
     negative: str | None = None
 
 
-class TablePairs(FilePairs):
+class TablePairs:
     """Pairs in the rows of a table: of an image and a caption, or of two texts.
 
     The image column holds paths: absolute, or relative to the table's folder or, if there is no
@@ -75,11 +65,8 @@ class TablePairs(FilePairs):
     bytes should fit there; Arrow files are memory-mapped instead, anew where pairs are unpickled.
 
     A CSV row with too many or too few fields and a line that is not a JSON object are left out and
-    counted in `damage`. A row whose image is missing or cannot be decoded, or whose caption or
-    query is empty, keeps its index and raises BadSample.
-
-    If no separator is given and the usual one (a comma, in .tsv a tab) does not give the columns,
-    the first of SEPARATORS that does is used, with a line in `notes`.
+    counted in `damage`. A row whose image is missing, or whose caption or query is empty, keeps its
+    index and raises BadSample.
 
     Args:
         path: a .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow file.
@@ -100,8 +87,9 @@ class TablePairs(FilePairs):
         self.path = path
         self.files = files or ImageFiles.beside(path)
         self.notes: list[str] = []
-        separator, chosen = self._choose_columns(wanted)
-        self.first, self._first, self._caption, negatives = chosen
+        separator = _separator(path, wanted)
+        present = column_names(path, separator)
+        self.first, self._first, self._caption, negatives = _choose(present, wanted, path)
         if negatives and not wanted.negatives:
             self.notes.append(
                 f"{path} has negatives ({', '.join(map(repr, negatives))}), which are not used: "
@@ -120,28 +108,8 @@ class TablePairs(FilePairs):
             what = self.first if name == self._first else "text"
             _check_type(self._columns[name].type, what, path, name, name in lists)
         if len(self) and _is_text(self._columns[self._first].type) and self.first == "image":
-            self.notes += self.files.look(len(self), self._name_of, self.key, path)
-
-    def _choose_columns(self, wanted: Wanted) -> tuple[str, tuple[First, str, str, list[str]]]:
-        """The separator of fields, and what `_choose` returns."""
-        given = None if wanted.separator is None else wanted.separator.replace("\\t", "\t")
-        if given is not None and len(given.encode()) != 1:
-            raise UsageError(f"--csv-separator {given!r}: expected one character")
-        usual = given or ("\t" if self.path.suffix == ".tsv" else ",")
-        others = SEPARATORS if self.path.suffix in TEXT_TABLES and given is None else ()
-        wrong: WrongColumns | None = None
-        for separator in dict.fromkeys([usual, *others]):
-            try:
-                chosen = _choose(column_names(self.path, separator), wanted, self.path)
-            except WrongColumns as error:
-                wrong = wrong or error
-                continue
-            if separator != usual:
-                between = SEPARATORS[separator]
-                self.notes.append(f"{self.path} is read with {between} between its fields")
-            return separator, chosen
-        assert wrong is not None
-        raise wrong
+            shown = np.linspace(0, len(self) - 1, min(len(self), _CHECKED)).astype(int)
+            self.files.check(map(self._name_of, shown.tolist()), path)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.path.suffix != ".arrow":
@@ -156,7 +124,7 @@ class TablePairs(FilePairs):
     def __len__(self) -> int:
         return len(self._columns[self._caption])
 
-    def undecoded(self, index: int) -> Pair:
+    def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
         caption = clean_caption(self.caption_of(index), key)
         first = self.first_of(index)
@@ -164,7 +132,12 @@ class TablePairs(FilePairs):
             first = clean_caption(first, key, "query")
         else:
             first = EncodedImage(self.files.read(first, key), key)
-        return Pair(first, caption, key, None, self._negatives_of(index))
+        found: list[Any] = []
+        for name in self._negatives:
+            value = self._value(name, index)
+            found += value if isinstance(value, list) else [value]
+        negatives = tuple(text.strip() for text in found if text and text.strip())
+        return Pair(first, caption, key, None, negatives)
 
     def key(self, row: int) -> str:
         """A row's name in messages: its number in the file, from 1, not counting the header."""
@@ -180,19 +153,9 @@ class TablePairs(FilePairs):
         """The caption, or the list of them; BadSample if it cannot be read."""
         return self._value(self._caption, row)
 
-    def _negatives_of(self, row: int) -> tuple[str, ...]:
-        """The row's negatives without empty ones."""
-        found: list[Any] = []
-        for name in self._negatives:
-            value = self._value(name, row)
-            found += value if isinstance(value, list) else [value]
-        return tuple(text.strip() for text in found if text and text.strip())
-
     def _name_of(self, row: int) -> Any:
-        try:
+        with contextlib.suppress(BadSample):
             return self.first_of(row)
-        except BadSample:
-            return None
 
     def _value(self, name: str, row: int) -> Any:
         try:
@@ -222,6 +185,17 @@ def no_rows(paths: Sequence[Path], damage: Sequence[str]) -> UsageError:
     return UsageError("; ".join([f"no rows in {', '.join(map(str, paths[:3]))}", *damage]))
 
 
+def _separator(path: Path, wanted: Wanted) -> str:
+    """The separator of a text table's fields."""
+    if wanted.separator is None:  # OpenCLIP's .csv files have tabs
+        is_text = path.suffix in TEXT_TABLES
+        return "\t" if is_text and len(column_names(path, "\t")) > 1 else ","
+    given = wanted.separator.replace("\\t", "\t")
+    if len(given.encode()) != 1:
+        raise UsageError(f"--csv-separator {given!r}: expected one character")
+    return given
+
+
 def _choose(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str, str, list[str]]:
     """The kind of a table's first elements, and the columns of these, captions and negatives."""
     there = f"its columns are {', '.join(map(repr, present))}"
@@ -229,9 +203,11 @@ def _choose(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str,
     def choose(what: str, asked: str | None, usual: Sequence[str]) -> str:
         names = usual if asked is None else (asked,)
         for name in names:
+            if present.count(name) > 1:
+                raise UsageError(f"{path} has more than one column {name!r}")
             if name in present:
                 return name
-        raise WrongColumns(
+        raise UsageError(
             f"{path} has no {what} column {_or(names)}; {there} ({_OPTIONS[what]} names it)"
         )
 
@@ -242,7 +218,7 @@ def _choose(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str,
         first = "text"
         name = choose("query", wanted.query, queries)
     elif not has_images:
-        raise WrongColumns(
+        raise UsageError(
             f"{path} has no image column {_or(IMAGE_COLUMNS)} and no query column "
             f"{_or(QUERY_COLUMNS)}; {there} (--csv-img-key or --csv-query-key names it)"
         )
@@ -256,7 +232,7 @@ def _choose(present: list[str], wanted: Wanted, path: Path) -> tuple[First, str,
         negatives = [name.strip() for name in wanted.negative.split(",")]
         missing = [name for name in negatives if name not in present]
     if missing:
-        raise WrongColumns(
+        raise UsageError(
             f"{path} has no column of negatives {_or(missing)}; {there} "
             "(--csv-negative-key names it)"
         )
@@ -283,6 +259,7 @@ def _check_type(kind: pa.DataType, what: str, path: Path, name: str, lists: bool
     images = (pa.types.is_struct, pa.types.is_binary, pa.types.is_large_binary)
     if _holds_texts(kind, lists) or (what == "image" and any(holds(kind) for holds in images)):
         return
-    texts = "texts or lists of texts" if lists else "texts"
-    expected = "images (paths, bytes, or {bytes, path})" if what == "image" else texts
+    expected = "texts or lists of texts" if lists else "texts"
+    if what == "image":
+        expected = "images (paths, bytes, or {bytes, path})"
     raise UsageError(f"{path}: column {name!r} holds {kind}; expected {expected}")

@@ -15,7 +15,7 @@ from megabatch.data import open_pairs
 from megabatch.data.grey import is_grey_folder
 from megabatch.data.image_files import ImageFiles
 from megabatch.data.mixture import SEPARATOR
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image
+from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image, decoded
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.errors import UsageError, one_line, plural
 from megabatch.evaluation.samples import Captions, Sample, Samples
@@ -169,7 +169,7 @@ class CaptionedPairs(_OfPairs):
 
     def __getitem__(self, index: int) -> Sample[Captions]:
         pair = self.pairs[index]
-        return Sample(pair.image, clean_captions(pair.caption, pair.key), pair.key)
+        return Sample(decoded(pair.image), clean_captions(pair.caption, pair.key), pair.key)
 
 
 class JoinedTexts(_OfPairs):
@@ -315,8 +315,8 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
     listed = [_Listed(partial(str, name), texts, name, files) for name, texts in found if texts]
     if not listed:
         raise UsageError(f"{path} has no image with a caption")
-    notes = files.look(len(listed), lambda i: listed[i].image(), lambda i: listed[i].key, path)
-    return ListedImages(listed, notes=notes)
+    files.check((image.image() for image in listed[:100]), path)
+    return ListedImages(listed)
 
 
 def _coco(document: dict[str, Any]) -> list[tuple[str, list[Any]]]:

@@ -73,7 +73,7 @@ class EvalConfig:
     """Column of captions in a table. Default: as in the run's training data, else title, caption or
     text."""
     csv_separator: str | None = None
-    """Separator of a text table. Default: a comma, in .tsv files a tab."""
+    """Separator of a text table. Default: a tab if the header has one, else a comma."""
 
     class_data: str | None = None
     """Classification: test images, in a folder with one folder per class, or in shards whose

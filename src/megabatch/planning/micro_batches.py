@@ -12,7 +12,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from megabatch.data.pairs import BadSample, PairDataset, undecoded
+from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.gradient_cache.batches import equal_token_runs, growth
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
@@ -70,10 +70,10 @@ class TextLengths:
 
 def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -> TextLengths:
     """The lengths of texts spread evenly over a data set, of the towers that take them cut."""
-    read, found = undecoded(dataset), []
+    found = []
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)):
         with contextlib.suppress(BadSample):
-            found.append(read(int(index)))
+            found.append(dataset[int(index)])
     made: dict[Tower, list[int]] = {}
     for tower, lengths in towers.lengths.items() if found else ():
         if tower == "image":
