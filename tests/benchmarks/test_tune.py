@@ -87,5 +87,9 @@ def test_without_a_gpu_there_is_nothing_to_tune() -> None:
 
 @pytest.mark.gpu
 def test_a_few_launches_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    tune.main(["--width=256", "--rows=4096", "--budget-seconds=5"])
+    before = torch.get_float32_matmul_precision()
+    try:
+        tune.main(["--width=256", "--rows=4096", "--budget-seconds=5"])
+    finally:
+        torch.set_float32_matmul_precision(before)
     assert capsys.readouterr().out.count("times as fast as before") == 2

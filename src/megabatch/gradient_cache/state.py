@@ -56,7 +56,7 @@ class ForwardContext:
         self._device = torch.empty(0).device
         self._autocast = {kind: _autocast(kind) for kind in ("cpu", "cuda")}
         self._cached = torch.is_autocast_cache_enabled()
-        matmuls = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        matmuls = (backend.matmul for backend in (torch.backends.cuda, torch.backends.mkldnn))
         self._precisions = {matmul: matmul.fp32_precision for matmul in matmuls}
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
