@@ -44,7 +44,7 @@ def load(reference: str, setting: str) -> Any:
         raise UsageError(
             f"{label}: expected {name} to be a class or a function of {place}, got "
             + ("no such name" if found is None else describe(found))
-            + did_you_mean(name, set(vars(module)) - {name})
+            + did_you_mean(name, [known for known in vars(module) if known != name])
         )
     return found
 
