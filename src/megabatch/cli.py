@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
         with named_extras("bench" if command == "bench" else "train"):
             return int(importlib.import_module(COMMANDS[command][0]).main(options))
     except UsageError as error:
-        return _complain(str(error), command, getattr(error, "exit_code", 2))
+        return _complain(str(error), command, error.exit_code)
     except SystemExit as leaving:  # from the parser, after --help or an error that it printed
         return leaving.code if isinstance(leaving.code, int) else 2
     except KeyboardInterrupt:

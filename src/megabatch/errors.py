@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 class UsageError(Exception):
     """A command cannot run as requested: printed as one line, exit code 2, before it starts."""
 
+    exit_code = 2
+
 
 class OutOfMemory(UsageError):
     """Memory ran out on this rank; the others do not know of it."""

@@ -155,7 +155,7 @@ def raise_on_all_ranks(error: UsageError | None, group: object) -> None:
         UsageError: with every rank's error and the first one's exit code; rank 0's own one if there
             is no other.
     """
-    code = getattr(error, "exit_code", 2) if error else 0
+    code = error.exit_code if error else 0
     codes, texts = zip(*all_gather_values((code, str(error or "")), group), strict=True)
     if not any(codes):
         return
@@ -166,7 +166,7 @@ def raise_on_all_ranks(error: UsageError | None, group: object) -> None:
     if error is not None and is_first(group) and told == str(error):
         raise error
     common = UsageError(told)
-    common.exit_code = next(filter(None, codes))  # type: ignore[attr-defined]
+    common.exit_code = next(filter(None, codes))
     raise common
 
 

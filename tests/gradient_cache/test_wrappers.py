@@ -212,6 +212,17 @@ def test_ddp_around_the_whole_step_reduces_once_per_update(world: World) -> None
         torch.testing.assert_close(total / world.size, expected_loss)
 
 
+@on_processes(2)
+def test_fsdp_around_the_whole_step(world: World) -> None:
+    for sizes, (size, kept) in zip(SHARDS, KEPT, strict=True):
+        mine, whole = batches_of(world.rank, sizes)
+        _, expected = on_one_process([whole])
+        step = TrainingStep(new_model(), size, kept)
+        sharded(step)
+        step(*mine).backward()
+        assert_same(step, expected, f"shards {sizes}, micro-batches of {size}, {kept} of them kept")
+
+
 def leaves_inside(model):
     """Freeze the first layer and let its output require a gradient, as PEFT does."""
     model.image.first.requires_grad_(False)

@@ -90,7 +90,7 @@ INSTEAD = {
         (
             *("--audio-*", "--pretrained-audio", "--coca-*", "--distill-*", "--use-bnb-linear"),
             *("--use-naflex", "--force-naflex-vision", "--naflex-*", "--opt-fallback-list"),
-            *("--text-pooler-own-group", "--use-bn-sync"),
+            "--text-pooler-own-group",
         ),
         _MISSING,
     ),

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
         except UsageError as error:
             if first:
                 raise
-            return int(getattr(error, "exit_code", 2))  # rank 0 prints errors of all ranks
+            return error.exit_code  # rank 0 prints errors of all ranks
     print_evaluation(evaluation, console)
     folder = config.output or config.run
     assert folder is not None  # `check` refuses a configuration without either

@@ -39,7 +39,7 @@ class ContrastiveLoss(nn.Module):
     Args:
         normalize: scale each row of all features to unit length first, as `F.normalize` does.
         group: processes that share one batch: None for the default group if there is one, "local",
-            a process group or a DeviceMesh.
+            a process group, or a DeviceMesh of one dimension.
     """
 
     normalize: bool | None

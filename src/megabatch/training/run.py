@@ -119,12 +119,12 @@ def _told_once(world: World) -> Iterator[None]:
     except UsageError as error:
         if world.main or isinstance(error, (Gone, DecodingStopped, OutOfMemory)):
             raise  # no other rank knows of it
-        raise SystemExit(getattr(error, "exit_code", 2)) from error
+        raise SystemExit(error.exit_code) from error
 
 
 @contextlib.contextmanager
 def _continued(console: Console, resume_command: str) -> Iterator[None]:
-    """What follows the last step; a signal ends it, and a line says how to continue."""
+    """Let a signal end what follows the last step, with a line that says how to continue."""
     try:
         with signals_end():
             yield
@@ -278,7 +278,7 @@ class Run:
         try:
             batch = next(batches)
         except UsageError as error:  # its exit code would say that nothing was started
-            failure = error if hasattr(error, "exit_code") else TrainingStopped(str(error))
+            failure = TrainingStopped(str(error)) if error.exit_code == 2 else error
         except (OSError, RuntimeError) as error:  # DataLoader raises a RuntimeError for workers
             failure = TrainingStopped(f"reading data: {one_line(error, 500)}")
             failure.__cause__ = error

@@ -37,7 +37,7 @@ def global_mean(
 
     Args:
         values: (m,), one number per row; m = 0 is allowed if another process has rows.
-        group: None, "local", a process group or a DeviceMesh.
+        group: None, "local", a process group, or a DeviceMesh of one dimension.
         weights: (m,), non-negative; they get no gradient. Either all ranks pass weights or none
             does. If all weights are zero, the result and its gradients are 0, with or without rows.
         name: the argument that errors name.
