@@ -74,7 +74,7 @@ def test_gradients_of_some_inputs_alone(call: str, backend: str) -> None:
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("call", CALLS)
 def test_non_finite_features_give_non_finite_results(call: str, value: float, backend: str) -> None:
-    """Of their own row and of the columns, not of other rows."""
+    """They reach the results of their own row and of the columns, not of other rows."""
     x, *others = inputs(200, 200, backend)
     x[150, 2] = value
     *found, dx, dy, _, _ = results(CALLS[call], [x, *others], range(4))

@@ -121,7 +121,7 @@ def test_a_target_neither_beats_nor_equals_itself(d: int, backend: str) -> None:
 
 @pytest.mark.parametrize(("m", "n", "d"), [(63, 1027, 64), (3, 31, 511), (2, 333, 64), (1, 9, 7)])
 def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int, backend: str) -> None:
-    """As those of a collapsed model do."""
+    """A collapsed model has such scores."""
     feature = torch.randn(1, d, generator=torch.Generator().manual_seed(d))
     feature = torch.nn.functional.normalize(feature)
     for dtype in DTYPES[backend][-2:]:

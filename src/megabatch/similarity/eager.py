@@ -150,7 +150,7 @@ class SoftmaxTiles(StateTiles, EagerTiles):
         return block.masks(logits(guide_x, guide_y, out=scratch))
 
     def _place(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
-        """Where the logits of a block are, and a buffer of its size."""
+        """A block's place for its logits, and another buffer of its size."""
         first, second = buffer_views(self._scratch, i, j)
         return self._saved.get((i.start, j.start), first), second
 

@@ -31,7 +31,7 @@ def dcl(group: object, x: Tensor, y: Tensor, scale: Tensor, *_: Tensor) -> Tenso
 def sincere(
     group: object, x: Tensor, y: Tensor, scale: Tensor, ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """Of all rows, and with references."""
+    """The sum of both averages: of all rows, and with references."""
     rows, loss = torch.cat([x, y]), losses.SincereLoss(1.0, group=group)
     pairs = losses.SincereLoss(1.0, average="pairs", group=group)
     return loss(rows, ids.repeat(2), temperature=1 / scale) + pairs(

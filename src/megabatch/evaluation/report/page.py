@@ -39,7 +39,7 @@ _VALIDATION = ("recall@1", "top1")  # figures of evaluations during the training
 
 @dataclass
 class Source:
-    """What is known about a run or an evaluated model, whatever of it exists.
+    """A run or an evaluated model, as far as it has files.
 
     evaluation, content: of evaluation.json and report.json. settings: of config.toml. records: the
     logged steps; validation: figures of evaluations during the training.
