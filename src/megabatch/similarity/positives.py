@@ -151,7 +151,9 @@ class _Pairs:
         self.x, self._row_ids, self.y, self._col_ids = *rows[:2], *columns[:2]
         self._scale, self._negative = o.scale, sort(o.negative, self.orders.rows, 0)
         #: of x against itself: the column of each row
-        self._self = None if o.y is not None else self.orders.rows + self.layout.own.start
+        self._self = None
+        if o.y is None and self.orders.rows is not None:
+            self._self = self.orders.rows + self.layout.own.start
 
     def gaps(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Blocks (i, j) that hold positives: negative_i - S_ij, and -inf for other pairs."""
@@ -172,6 +174,6 @@ class _Pairs:
                 j = slice(start + inner.start, start + inner.stop)
                 gap = self._negative[i, None] - (x[i].to(dtype) * self._scale) @ y[j].to(dtype).T
                 other = (row_ids[i, None] != col_ids[j]) | (row_ids[i, None] < 0)
-                if self._self is not None:
+                if self._self is not None and self.orders.cols is not None:
                     other |= self._self[i, None] == self.orders.cols[j]
                 yield i, j, gap.masked_fill_(other, -torch.inf)
