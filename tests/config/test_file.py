@@ -74,6 +74,7 @@ def test_whole_numbers_serve_as_numbers_and_the_rest_are_defaults(tmp_path: Path
         (b'seed = "x"', "--seed x: expected a whole number"),
         (b'precision = "int8"', "--precision int8: expected 'fp32' or 'bf16' or 'fp16'"),
         (b'output = ""', "--output : expected a path"),
+        (b"help = true", "--help: no such option; "),
         (b"lr = true", "--lr: expected one argument"),
         (b"[model]\nname = 1\nresume", "cannot be read: "),
         (b"lr = = 1", "cannot be read: Invalid value"),

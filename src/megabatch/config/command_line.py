@@ -9,7 +9,7 @@ from typing import Any
 
 from megabatch.config.file import packaged, read_settings
 from megabatch.config.references import refuse_references
-from megabatch.config.settings import COMMON, GROUPS, OPENCLIP, TrainConfig
+from megabatch.config.settings import COMMON, OPENCLIP, TrainConfig
 from megabatch.errors import UsageError
 from megabatch.models import names
 from megabatch.options import Parser
@@ -51,7 +51,7 @@ def parse(argv: Sequence[str]) -> TrainConfig:
 def parser(prog: str, description: str, classes: tuple[type, ...], common: Sequence[str]) -> Parser:
     """The parser of a command that takes the options of `megabatch train`."""
     text = description.format(names=" or ".join(packaged()))
-    return Parser(classes, prog, text, GROUPS, OPENCLIP, common)
+    return Parser(classes, prog, text, OPENCLIP, common)
 
 
 def configure(options: Mapping[str, Any]) -> TrainConfig:

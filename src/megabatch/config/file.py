@@ -60,7 +60,7 @@ def read_settings(name_or_path: str | Path) -> dict[str, Any]:
         raise UsageError(f"--config {name}: cannot be read: {error}") from error
     words = [word for key, value in values.items() for word in _typed(key, value)]
     try:
-        return Parser((TrainConfig,), f"--config {name}", "", elsewhere=OPENCLIP).parse(words)
+        return Parser((TrainConfig,), "megabatch train", "", OPENCLIP).parse(words)
     except UsageError as error:
         raise UsageError(f"--config {name}: {error}") from error
 

@@ -33,18 +33,6 @@ OPENCLIP = {
     **dict.fromkeys(("--dataset-type", "--gather-with-grad", "--local-loss"), "leave it out"),
 }
 
-#: Headings of `--help-all`, each by the first setting below it.
-GROUPS = {
-    "model": "model",
-    "train_data": "data and output",
-    "global_batch_size": "batch, length and loss",
-    "opt": "optimizer and learning rate",
-    "precision": "precision, devices, memory and speed",
-    "plan": "checks",
-    "seed": "reading data",
-    "log_every": "logs, checkpoints and evaluation",
-}
-
 #: Settings that `--help` lists; `--help-all` lists all.
 COMMON = (
     *("model", "pretrained", "train_data", "output", "resume", "global_batch_size"),
