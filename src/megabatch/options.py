@@ -69,7 +69,7 @@ class Parser:
             parser.add_argument("--help-all", action="help", help=about)
         helped = {"-h", "--help", "--help-all"} & {*argv}
         short = self.common and "--help-all" not in argv
-        texts = {k: v for cls in self.classes * bool(helped) for k, v in _texts(cls).items()}
+        texts = {k: v for cls in self.classes * bool(helped) for k, v in option_texts(cls).items()}
         for name, setting in settings.items():
             hidden = short and name not in self.common
             _add(parser, setting, None if hidden else texts.get(name, ""))
@@ -165,7 +165,7 @@ def _help(setting: Setting, text: str) -> str:
     return " ".join(parts).replace("%", "%%")
 
 
-def _texts(cls: type) -> dict[str, str]:
+def option_texts(cls: type) -> dict[str, str]:
     """The docstring below each field."""
     tree: Any = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     found = {}
