@@ -99,7 +99,7 @@ def test_what_is_wrong_is_told(words: str, message: str) -> None:
 
 
 def test_an_empty_path_is_none() -> None:
-    with pytest.raises(UsageError, match=r"^place : expected a path$"):
+    with pytest.raises(UsageError, match=r"^PLACE : expected a path$"):
         PARSER.parse([""])
 
 

@@ -118,23 +118,22 @@ class _Help(argparse.HelpFormatter):
 
 def _add(parser: argparse.ArgumentParser, setting: Setting, text: str | None) -> None:
     """Add an option to a parser; without a text the help does not list it."""
-    positional, required = setting.mark(Positional), setting.default is MISSING
-    names = [setting.name if positional else option(setting.name)]
+    required, first = setting.default is MISSING, setting.kinds[0]
     more: dict[str, Any] = {"help": argparse.SUPPRESS if text is None else _help(setting, text)}
+    name = option(setting.name)
     if setting.kinds == (bool,):
-        action = parser.add_argument(*names, action=argparse.BooleanOptionalAction, **more)
+        action = parser.add_argument(name, action=argparse.BooleanOptionalAction, **more)
         action.help = more["help"]  # to which Python 3.10 adds the default
         return
-    first = setting.kinds[0]
-    words = "{" + ",".join(setting.words) + "}" if isinstance(first, str) else "TEXT"
-    more["metavar"] = positional.metavar if positional else _METAVARS.get(first, words)
     if setting.many:
         more["nargs"] = "+" if required else "*"
-    elif positional and not required:
-        more["nargs"] = "?"
-    if required and not positional:
-        more["required"] = True
-    parser.add_argument(*names, type=_reader(setting, names[0]), **more)
+    if positional := setting.mark(Positional):
+        more = {"nargs": None if required else "?", "metavar": positional.metavar, **more}
+        parser.add_argument(setting.name, type=_reader(setting, positional.metavar), **more)
+    else:
+        words = "{" + ",".join(setting.words) + "}" if isinstance(first, str) else "TEXT"
+        more |= {"required": required, "metavar": _METAVARS.get(first, words)}
+        parser.add_argument(name, type=_reader(setting, name), **more)
 
 
 def _reader(setting: Setting, name: str) -> Callable[[str], Any]:
