@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megabatch import files
-from megabatch.config.references import refuse_references
+from megabatch.config.file import refuse_references
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError, naming, plural

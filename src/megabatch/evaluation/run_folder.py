@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megabatch import files
-from megabatch.config.references import refuse_references
+from megabatch.config.file import refuse_references
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
 from megabatch.hints import is_reference
