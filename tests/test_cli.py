@@ -138,14 +138,14 @@ WRONG = {
     "train --model qqq --train-data glyphs": "'qqq' is not known .`megabatch models` lists all",
     "train --model bert --train-data glyphs": "'bert' is not known; did you mean hf:bert?",
     "train --model saved --train-data glyphs": "; did you mean local-dir:saved?",
-    "train --model hf:saved --train-data glyphs": "no config.json; did you mean local-dir:saved?",
-    "train --model hf:org/name --train-data glyphs": "nothing is downloaded.* pip install "
-    "huggingface_hub; hf download org/name --local-dir PATH; then --model hf:PATH",
-    "train --model org/name --train-data glyphs": "hf download org/name .* --model hf:PATH",
-    "train --model hf-hub:org/name --train-data glyphs": "download org/name .*local-dir:PATH",
-    "train --model hf:/no/where/at/all --train-data glyphs": "no folder /no/where/at/all$",
+    "train --model hf:saved --train-data glyphs": "/config.json; did you mean local-dir:saved",
+    "train --model hf:org/name --train-data glyphs": "no org/name/config.json; nothing is "
+    "downloaded.*: pip install huggingface_hub; hf download OWNER/NAME --local-dir PATH; then "
+    "--model hf:PATH or, of OpenCLIP, local-dir:PATH",
+    "train --model org/name --train-data glyphs": "'org/name' is not known; nothing is downloaded",
+    "train --model hf-hub:org/name --train-data glyphs": "is not known; nothing is downloaded",
     "train --model mine:model --train-data glyphs": "No module named .mine.",
-    f"train {NAMED} --pretrained openai": "get_pretrained_cfg.'ViT-B-32', 'openai'.*hf download",
+    f"train {NAMED} --pretrained openai": "there is no file openai .nothing is downloaded",
     f"train {NAMED} --pretrained gone.pt": "there is no file gone.pt",
     f"train {NAMED} --pretrained-text-path gone.pt": "--pretrained-text-path: there is no file",
     f"train {NAMED} --epochs 0": "--epochs 0: expected at least 1",

@@ -21,7 +21,7 @@ COMMANDS = {
     ),
     "export": ("megabatch.export.command", "write a run's model for OpenCLIP and other libraries"),
     "data": ("megabatch.data.command", "write the glyphs as shards, inspect a data set"),
-    "models": ("megabatch.models.command", "list the models that can be trained"),
+    "models": ("megabatch.models.names", "list the models that can be trained"),
     "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
     "bench": ("megabatch.benchmarking.bench", "compare megabatch with its peers"),
 }

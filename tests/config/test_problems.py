@@ -114,10 +114,6 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
             "--lock-text-unlocked-layers 1: expected with --lock-text",
         ),
         (
-            {"lock_image_freeze_bn_stats": True},
-            "--lock-image-freeze-bn-stats: expected with --lock-image",
-        ),
-        (
             {"lock_image": True, "lock_text": True},
             "--lock-image --lock-text: both towers locked leave nothing to train",
         ),

@@ -119,10 +119,6 @@ CASES: list[tuple[dict[str, Any], str, str, Any]] = [
         {"lock_text": False, "lock_text_unlocked_layers": 2},
         *("lock_text_unlocked_layers", "lock_text", 0),
     ),
-    (
-        {"lock_image": False, "lock_image_freeze_bn_stats": True},
-        *("lock_image_freeze_bn_stats", "lock_image", False),
-    ),
 ]
 
 

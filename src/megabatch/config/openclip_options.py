@@ -39,6 +39,8 @@ INSTEAD = {
     "--delete-previous-checkpoint": "use --keep-checkpoints 1",
     "--remote-sync*": "nothing is copied elsewhere; --output may be a mounted folder",
     "--pretrained-image": "use --pretrained-image-path FILE, the image tower's weights",
+    "--lock-image-freeze-bn-stats": "a tower that is locked as a whole runs in evaluation mode, "
+    "with its own statistics; leave it out",
     "--force-quick-gelu": "name the architecture that has it, such as --model ViT-B-32-quickgelu",
     **dict.fromkeys(
         ("--image-mean", "--image-std", "--image-interpolation", "--image-resize-mode"), _TRANSFORM

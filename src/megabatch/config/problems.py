@@ -106,7 +106,6 @@ _EXPECTED_WITH = (
     ("val_frequency", "evaluate"),
     ("best_metric", "val_frequency"),
     ("lock_image_unlocked_groups", "lock_image"),
-    ("lock_image_freeze_bn_stats", "lock_image"),
     ("lock_text_unlocked_layers", "lock_text"),
 )
 

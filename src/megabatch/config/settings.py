@@ -85,9 +85,10 @@ class TrainConfig:
     init_logit_bias: Annotated[float | None, FINITE] = None
     """Initial value of the logit bias; a model without one gets one. Default: the model's own; with
     the siglip loss -10."""
-    hf_pooling: Literal["mean", "cls", "last"] = "mean"
-    """With hf: models, the feature of a text: the mean over its tokens, the first token or the
-    last."""
+    hf_pooling: Literal["mean", "cls", "last"] | None = None
+    """With hf: models for pairs of texts, the feature of a text: the mean over its tokens, the
+    first token or the last. Default: as the folder says if sentence-transformers saved it, else
+    the mean."""
     hf_share: bool = True
     """With hf: models for pairs of texts, use one encoder for both sides; otherwise two encoders
     that start with the same weights."""
@@ -95,13 +96,12 @@ class TrainConfig:
     """Freeze the image tower (LiT). A tower that is frozen as a whole runs once per step, in
     evaluation mode."""
     lock_image_unlocked_groups: Annotated[int, AT_LEAST_0] = 0
-    """Last groups of layers of the locked image tower that are trained nevertheless."""
-    lock_image_freeze_bn_stats: bool = False
-    """Also freeze the running statistics of the locked image tower's batch normalisation."""
+    """Last groups of layers of the locked image tower that are trained nevertheless; models of
+    OpenCLIP only."""
     lock_text: bool = False
     """Freeze the text tower."""
     lock_text_unlocked_layers: Annotated[int, AT_LEAST_0] = 0
-    """Last groups of layers of the locked text tower that are trained nevertheless."""
+    """Last groups of layers of the locked text tower that are trained nevertheless, likewise."""
     train_data: str = ""
     """Required: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
     tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder of them; a folder

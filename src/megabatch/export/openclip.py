@@ -9,7 +9,8 @@ from typing import Any
 from megabatch.errors import UsageError
 from megabatch.evaluation.run_folder import Opened
 from megabatch.models import ModelOptions, create
-from megabatch.models.openclip import FOLDER, read_config
+from megabatch.models.names import OPENCLIP
+from megabatch.models.openclip import read_config
 from megabatch.training.checkpoint import save_tensors
 
 #: The settings of a transform that OpenCLIP stores; the image's size is the model's.
@@ -49,7 +50,7 @@ def _check_size(opened: Opened, folder: Path) -> None:
         UsageError: it does not load.
     """
     try:
-        create(f"{FOLDER}{folder}")
+        create(f"{OPENCLIP}{folder}")
     except UsageError as error:
         raise UsageError(
             f"--to openclip: OpenCLIP cannot load {opened.towers.name} with --force-image-size "

@@ -10,9 +10,8 @@ from typing import Any
 
 from megabatch.evaluation.run_folder import Opened
 from megabatch.export.hugging_face import save_encoder, without_pooler, write_json
-from megabatch.models.hf_folder import FolderTokenizer
-from megabatch.models.hf_text_pair import TextEncoder, TextPair
-from megabatch.models.pooling import Pooling
+from megabatch.models.huggingface import FolderTokenizer, TextEncoder
+from megabatch.models.padding import Pooling
 
 _MODULES = "sentence_transformers.models."
 _POOLING: dict[Pooling, str] = {
@@ -31,9 +30,9 @@ def write(opened: Opened, folder: Path) -> list[str]:
     pair: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
     notes = _differences(opened)
-    if pair.share:
-        _write_transformer(pair.first, tokenizer, folder)
-        _write_pooling(pair.first, folder / "1_Pooling")
+    if pair.text is None:
+        _write_transformer(pair.visual, tokenizer, folder)
+        _write_pooling(pair.visual, folder / "1_Pooling")
         modules = {"": "Transformer", "1_Pooling": "Pooling"}
     else:
         _write_router(pair, tokenizer, folder)
@@ -74,8 +73,8 @@ def _write_pooling(encoder: TextEncoder, folder: Path) -> None:
     write_json(folder / "config.json", settings)
 
 
-def _write_router(pair: TextPair, tokenizer: FolderTokenizer, folder: Path) -> None:
-    sides = {"query": pair.first, "document": pair.second}
+def _write_router(pair: Any, tokenizer: FolderTokenizer, folder: Path) -> None:
+    sides = {"query": pair.visual, "document": pair.text}
     for side, encoder in sides.items():
         inner = folder / f"{side}_0_Transformer"
         inner.mkdir()

@@ -146,5 +146,5 @@ def test_towers_can_be_locked_and_layers_have_numbers(towers: Towers) -> None:
     lock(module, "image")
     assert locked_towers(module) == {"image"}
     assert not set_modes(module).visual.training  # no jitter of what is not trained
-    with pytest.raises(UsageError, match="can only be locked as a whole"):
+    with pytest.raises(UsageError, match="are locked as a whole"):
         lock(module, "text", unlocked=1)
