@@ -22,8 +22,6 @@ from megabatch.training import TrainConfig
         ("ema_decay", 1.0),
         ("label_smoothing", 1.0),
         ("force_patch_dropout", -0.5),
-        ("layer_decay", 0.0),
-        ("layer_decay", 1.5),
         ("init_logit_scale", float("nan")),
         ("init_logit_bias", float("inf")),
         ("matryoshka_dims", (8, 0)),
@@ -129,7 +127,7 @@ def test_what_cannot_be_together_says_why(changes: dict[str, Any], reason: str) 
         {"loss": "siglip", "duplicates": "positives"},
         {"lr_scheduler": "wsd", "lr_cooldown": 5},
         {"lock_image": True, "lock_text": True, "lock_text_unlocked_layers": 1},
-        {"opt": "lamb", "ema_decay": 0.999, "layer_decay": 1.0, "force_patch_dropout": 0.0},
+        {"opt": "lamb", "ema_decay": 0.999, "force_patch_dropout": 0.0},
         {"matryoshka_dims": (8, 16), "label_smoothing": 0.1, "duplicates": "positives"},
     ],
 )

@@ -140,7 +140,10 @@ def test_a_scale_that_the_loss_does_not_take_is_not_trained(
     [
         (["--loss", "mine:"], "--loss mine:: expected 'clip' or 'siglip'"),
         (["--loss", "bogus"], "or 'dcl' or module:name"),
-        (["--loss", "mine:FocalClip"], "mine has no class or function FocalClip; did you mean FocalClipLoss?"),
+        (
+            ["--loss", "mine:FocalClip"],
+            "mine has no class or function FocalClip; did you mean FocalClipLoss?",
+        ),
         (["--model", "mine:tower"], "mine has no class or function tower; did you mean towers?"),
         (["--model", "mine:tokenize"], "it needs texts; expected parameters with a default, or op"),
         (

@@ -232,10 +232,6 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"model": "glyph-small", "layer_decay": 0.5},
-            "--layer-decay: glyph-small has no numbered",
-        ),
         ({"matryoshka_dims": (8, 17)}, "--matryoshka-dims 17: the features of .* only 16"),
         (
             {"lock_image": True, "lock_image_unlocked_groups": 50},

@@ -71,7 +71,7 @@ INSTEAD = {
     "--opt-kwargs": "use --beta1, --beta2, --eps and --momentum",
     **dict.fromkeys(
         ("--text-layer-decay", "--image-layer-decay", "--visual-layer-decay"),
-        "use --layer-decay, a factor for both towers",
+        "all layers have one learning rate; leave it out",
     ),
     "--lock-text-freeze-layer-norm": "layer normalisation has no running statistics; --lock-text "
     "locks its weights",

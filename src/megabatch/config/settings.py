@@ -179,8 +179,6 @@ class TrainConfig:
     """Exponent of that decay, (1 - x) ** lr_cooldown_power; 1 is linear."""
     lr_cooldown_end: Annotated[float, AT_LEAST_0, MAY_CHANGE] = 0.0
     """Final learning rate of that decay."""
-    layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
-    """Factor between the learning rates of a tower's layer and of the layer above it."""
     warmup: Annotated[int | None, AT_LEAST_0, MAY_CHANGE] = None
     """Steps of linear warm-up to the peak learning rate. Default: 20, or a fifth of the run if that
     is less."""

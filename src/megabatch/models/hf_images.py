@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError, one_line
-from megabatch.models.huggingface import read_model, read_tokenizer
-from megabatch.models.images import multiply_patches, with_bytes
+from megabatch.errors import UsageError
+from megabatch.models.huggingface import READING, read_model, read_tokenizer, reading
+from megabatch.models.images import Transform, multiply_patches, with_bytes
 from megabatch.models.names import has_weights
 from megabatch.models.padding import Lengths, up_to_first, up_to_largest
 from megabatch.models.towers import ModelOptions, Towers, TwoTowers
 from megabatch.models.weights import load_model
-
-if TYPE_CHECKING:
-    from open_clip.transform import PreprocessCfg
 
 #: Model types whose features are the towers' pooled outputs, with a projection if there is one.
 KINDS = ("clip", "metaclip_2", "siglip")
@@ -28,7 +26,9 @@ PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 #: PIL's filters by number, those that open_clip's transforms support.
 _FILTERS = {2: "bilinear", 3: "bicubic"}
-_STEPS = ("do_resize", "do_rescale", "do_normalize")
+#: Smooth, and on its edges a processor with other crops or sizes gives other values.
+_SAMPLE = Image.linear_gradient("L").resize((300, 200)).convert("RGB")
+_TOLERANCE = 0.1  # of two libraries' filters, in standard deviations
 
 
 def create(
@@ -39,8 +39,6 @@ def create(
     Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
     filter and shape (centre crop, or squashed) of the folder's own image processor.
     """
-    from open_clip.transform import image_transform_v2
-
     options.refuse(name, "hf_pooling", "hf_share", "force_patch_dropout", "force_image_size")
     text, kind = config.text_config, config.model_type
     if kind not in KINDS:
@@ -56,13 +54,12 @@ def create(
     if weights is not None:
         load_model(module, weights, name)
     multiply_patches(visual)
-    processor = _preprocessing(folder, int(config.vision_config.image_size))
-    both = (image_transform_v2(processor, is_train=train) for train in (True, False))
+    transforms = _transforms(folder, int(config.vision_config.image_size))
     width = getattr(visual.visual_projection, "out_features", config.vision_config.hidden_size)
     return Towers(
         name,
         module.train(),
-        *with_bytes(visual, *both),
+        *with_bytes(visual, *transforms),
         tokenizer,
         int(width),
         lengths={} if kind == "siglip" else {"text": _lengths(kind, text.eos_token_id)},
@@ -116,37 +113,29 @@ def _lengths(kind: str, end: int) -> Lengths:
     return functools.partial(up_to_first, token=end)
 
 
-def _preprocessing(folder: Path, size: int) -> PreprocessCfg:
-    """open_clip's settings of the folder's image processor.
+def _transforms(folder: Path, size: int) -> list[Transform]:
+    """open_clip's transforms for training and evaluation, with the folder's own settings.
 
     Raises:
-        UsageError: there is none, or it does anything that open_clip's transforms do not: they
-            resize to the model's size, and crop to the same one.
+        UsageError: the folder's image processor does anything that these do not: they resize to
+            the model's size, and crop to the same one.
     """
-    from open_clip.transform import PreprocessCfg
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+    from transformers import AutoImageProcessor
 
-    found = [folder / name for name in PROCESSORS if (folder / name).is_file()]
-    path = next(iter(found), folder / PROCESSORS[0])
-    try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        read = read.get("image_processor", read)  # newer folders have it in a file of all
-        crop = read.get("do_center_crop", False)
-        wanted: dict[str, int] = {**dict.fromkeys(_STEPS, True), "size": size}
-        wanted |= {"crop_size": size} if crop else {}
-        if other := [f"{key} {read[key]}" for key in wanted if not _is(read, key, wanted[key])]:
-            raise ValueError(f"got {', '.join(other)}")
-        mean, std = tuple(read["image_mean"]), tuple(read["image_std"])
-        filter_name = _FILTERS[read.get("resample", 3)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    with reading(folder):
+        own = AutoImageProcessor.from_pretrained(folder, **READING)
+        shape: Any = "shortest" if getattr(own, "do_center_crop", False) else "squash"
+        pixels = (*own.image_mean,), (*own.image_std,)
+        resize = _FILTERS.get(own.resample, "bicubic")
+        config = PreprocessCfg(size, "RGB", *pixels, resize, shape)
+        expected = torch.as_tensor(own(_SAMPLE, return_tensors="pt")["pixel_values"][0])
+    train, evaluation = (image_transform_v2(config, is_train=one) for one in (True, False))
+    found = evaluation(_SAMPLE)
+    same = found.shape == expected.shape and (found - expected).abs().max() < _TOLERANCE
+    if not same or own.resample not in _FILTERS:
         raise UsageError(
-            f"--model: {path} cannot be used: expected an image processor with {', '.join(_STEPS)} "
-            f"to the model's {size} x {size} pixels, image_mean, image_std and resample 2 or 3: "
-            f"{type(error).__name__}: {one_line(error, 240)}"
-        ) from error
-    return PreprocessCfg(size, "RGB", mean, std, filter_name, "shortest" if crop else "squash")
-
-
-def _is(read: dict[str, Any], key: str, wanted: int) -> bool:
-    """Whether a setting is as wanted, or not there; a size may have several sides."""
-    value = read.get(key, wanted)
-    return set(value.values() if isinstance(value, dict) else [value]) == {wanted}
+            f"--model: the image processor of {folder} does not only resize to {size} x {size} "
+            "pixels, by a bilinear or bicubic filter, rescale and normalise"
+        )
+    return [train, evaluation]

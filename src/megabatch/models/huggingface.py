@@ -26,14 +26,14 @@ from megabatch.models.weights import load_model
 CONTEXT_LENGTH = 128
 
 #: Nothing is downloaded, and no code of the folder is run; by default transformers would ask.
-_READING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+READING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 #: The names of poolings in sentence-transformers' files, of older releases and of newer ones.
 _SAVED: dict[str, Pooling] = {
-    **{"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"},
-    **{"mean": "mean", "cls": "cls"},
+    **{"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"},
+    **{"pooling_mode_lasttoken": "last", "mean": "mean", "cls": "cls", "lasttoken": "last"},
 }
-_MODE = "pooling_mode_"
+_WITHOUT_EFFECT = {"Transformer", "Pooling", "Normalize"}  # on pooled features
 
 
 def read_config(folder: Path) -> Any:
@@ -45,8 +45,8 @@ def read_config(folder: Path) -> Any:
     with named_extras():
         import tokenizers  # noqa: F401  (without it transformers' message is misleading)
         import transformers
-    with _reading(folder):
-        return transformers.AutoConfig.from_pretrained(folder, **_READING)
+    with reading(folder):
+        return transformers.AutoConfig.from_pretrained(folder, **READING)
 
 
 def read_model(folder: Path, config: Any, unused: str = "") -> Any:
@@ -59,12 +59,12 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
     """
     import transformers
 
-    with _reading(folder):
+    with reading(folder):
         if not has_weights(folder):
             return transformers.AutoModel.from_config(config, trust_remote_code=False).float()
         # Else transformers makes one with random weights, and reports that they were missing.
         model, found = transformers.AutoModel.from_pretrained(
-            folder, output_loading_info=True, **_READING
+            folder, output_loading_info=True, **READING
         )
     missing = sorted(n for n in found["missing_keys"] if not unused or unused not in n)
     if missing:  # transformers would use random ones
@@ -76,7 +76,7 @@ def read_model(folder: Path, config: Any, unused: str = "") -> Any:
 
 
 @contextlib.contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def reading(folder: Path) -> Iterator[None]:
     """Silence transformers' reports, and name the folder in its errors."""
     from transformers.utils import logging
 
@@ -117,7 +117,7 @@ class FolderTokenizer:
 def _load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, **_READING)
+    return AutoTokenizer.from_pretrained(folder, **READING)
 
 
 def read_tokenizer(
@@ -135,7 +135,7 @@ def read_tokenizer(
     file_patterns = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
     if not any(path for pattern in file_patterns for path in folder.glob(pattern)):
         raise UsageError(f"{label} is missing: none of {', '.join(file_patterns)}")
-    with _reading(folder):
+    with reading(folder):
         tokenizer = _load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise UsageError(f"{label} has no padding token")
@@ -229,21 +229,17 @@ def saved_pooling(folder: Path) -> Pooling:
     """
     if not (folder / "modules.json").is_file():
         return "mean"
-    found: list[str] = []
-    with _reading(folder):
-        for module in json.loads((folder / "modules.json").read_text(encoding="utf-8")):
-            kind = module["type"].rsplit(".", 1)[-1]
-            if kind == "Pooling":
-                path = folder / module["path"] / "config.json"
-                read = json.loads(path.read_text(encoding="utf-8"))
-                on = [key for key, value in read.items() if value is True]
-                modes = [key.removeprefix(_MODE) for key in on if key.startswith(_MODE)]
-                found += modes or [str(read.get("pooling_mode"))]
-            elif kind not in ("Transformer", "Normalize"):
-                found.append(kind)
-    if len(found) != 1 or found[0] not in _SAVED:
+    with reading(folder):
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+        path = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        modes = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
+        modes += filter(None, [config.get("pooling_mode")])
+    if len(modes) != 1 or modes[0] not in _SAVED or {*kinds} - _WITHOUT_EFFECT:
         raise UsageError(
-            f"--model: sentence-transformers' files in {folder} name the pooling "
-            f"{' and '.join(found)}, expected one of mean, cls, last (--hf-pooling overrides them)"
+            f"--model: sentence-transformers' files in {folder} name {', '.join(kinds)} with "
+            f"{', '.join(modes)}, expected one pooling of mean, cls, last and nothing after it "
+            "(--hf-pooling overrides them)"
         )
-    return _SAVED[found[0]]
+    return _SAVED[modes[0]]

@@ -1,12 +1,11 @@
-"""The tower and the layer of each parameter, and locked towers.
+"""The tower of each parameter, and locked towers.
 
 Locked towers (Zhai et al. 2022, "LiT", arXiv 2111.07991) are pretrained and frozen.
 """
 
 from __future__ import annotations
 
-import re
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from megabatch.errors import UsageError, plural
 
@@ -16,10 +15,6 @@ if TYPE_CHECKING:
 Tower = Literal["image", "text"]
 
 _SHARED = ("logit_scale", "logit_bias")
-# A numbered layer, in the names of open_clip (layer1 is a ResNet's) and of transformers.
-_NUMBERED = re.compile(r"(?:^|\.)(?:resblocks|blocks|layers?|block|h)\.?(\d+)\.")
-# Parameters outside numbered layers that come before them; the others come after.
-_BEFORE = re.compile(r"embed|conv1|conv2|conv3|bn[123]\b|ln_pre|norm_pre|pre_layrnorm|wte|wpe|cls")
 
 
 def tower_of(name: str) -> Tower:
@@ -37,48 +32,6 @@ def tower_parameters(module: nn.Module) -> dict[Tower, dict[str, nn.Parameter]]:
         if name not in _SHARED:
             found[tower_of(name)][name] = parameter
     return {**found, "text": found["text"] or found["image"]}
-
-
-def layer_ids(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """The layer of each parameter of a tower, and the tower's last layer.
-
-    Layer 0 is everything before the first numbered layer (embeddings); the numbered ones follow;
-    the last layer is everything after them (the final norm, the projection). For a timm trunk,
-    timm's own numbers are used. A tower without numbered layers is not in the result.
-    """
-    found: dict[str, tuple[int, int]] = {}
-    trunk = getattr(getattr(module, "visual", None), "trunk", None)
-    for tower, parameters in tower_parameters(module).items():
-        timms = tower == "image" and trunk is not None
-        found |= _timm_ids(trunk, [*parameters]) if timms else _numbered_ids([*parameters])
-    return found
-
-
-def _numbered_ids(names: list[str]) -> dict[str, tuple[int, int]]:
-    numbers = {name: int(m.group(1)) for name in names if (m := _NUMBERED.search(name))}
-    if not numbers:
-        return {}
-    # Layers are numbered from 1 in open_clip's ResNets, from 0 in all others.
-    first, last = min(numbers.values()), max(numbers.values())
-    after = last - first + 2
-    found = {}
-    for name in names:
-        if name in numbers:
-            found[name] = (numbers[name] - first + 1, after)
-        else:
-            # A pooling layer has embeddings, too.
-            before = _BEFORE.search(name) and "pool" not in name
-            found[name] = (0 if before else after, after)
-    return found
-
-
-def _timm_ids(trunk: Any, names: list[str]) -> dict[str, tuple[int, int]]:
-    from timm.models import group_parameters
-
-    ids = group_parameters(trunk, trunk.group_matcher(coarse=False), reverse=True)
-    inside = {name: ids.get(name.removeprefix("visual.trunk.")) for name in names}
-    last = max(ids.values()) + (None in inside.values())  # open_clip's own projection
-    return {name: (last if layer is None else layer, last) for name, layer in inside.items()}
 
 
 def lock(module: nn.Module, tower: Tower, *, unlocked: int = 0) -> None:

@@ -30,7 +30,7 @@ from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import layer_ids, lock
+from megabatch.models.layers import lock
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
@@ -293,8 +293,6 @@ def build_towers(config: TrainConfig) -> Towers:
     if config.lock_text:
         lock(module, "text", unlocked=config.lock_text_unlocked_layers)
     _freeze_unused(config, module)
-    if config.layer_decay is not None and not layer_ids(module):
-        raise UsageError(f"--layer-decay: {config.model} has no numbered layers")
     if max(config.matryoshka_dims, default=0) > towers.embed_dim:
         raise UsageError(
             f"--matryoshka-dims {max(config.matryoshka_dims)}: the features of {config.model} "
