@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import sys
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Models:
 
 def main(argv: list[str]) -> int:
     """Print the names (`megabatch models`); returns the exit code."""
-    parse(Models, argv, prog="megabatch models", description=inspect.getdoc(Models) or "")
+    parse(Models, argv, prog="megabatch models")
     # Not those that write captions, too.
     names = [name for name in available() if not name.startswith("coca_")]
     print(*names, *(f"{prefix}PATH" for prefix in _FOLDERS), "module:function", sep="\n")
