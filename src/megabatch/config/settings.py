@@ -80,9 +80,10 @@ class TrainConfig:
     init_logit_bias: Annotated[float | None, FINITE] = None
     """Initial logit bias, also of a model without one. Default: the model's own, or -10 with the
     siglip loss."""
-    hf_pooling: Literal["mean", "cls", "last"] = "mean"
-    """With hf: models, the feature of a text: the mean over its tokens, the first token or the
-    last."""
+    hf_pooling: Literal["mean", "cls", "last"] | None = None
+    """With hf: models for pairs of texts, the feature of a text: the mean over its tokens, the
+    first token or the last. Default: the folder's own if sentence-transformers saved it, or mean.
+    """
     hf_share: bool = True
     """With hf: models for pairs of texts, use one encoder for both sides; otherwise two with the
     same initial weights."""
@@ -90,11 +91,11 @@ class TrainConfig:
     """Freeze the image tower (LiT). A tower that is frozen as a whole runs once per step, in
     evaluation mode."""
     lock_image_unlocked_groups: Annotated[int, AT_LEAST_0] = 0
-    """Last groups of layers of the locked image tower that are trained."""
+    """Last groups of layers of the locked image tower that are trained (models of OpenCLIP)."""
     lock_text: bool = False
     """Freeze the text tower."""
     lock_text_unlocked_layers: Annotated[int, AT_LEAST_0] = 0
-    """Last groups of layers of the locked text tower that are trained."""
+    """Last groups of layers of the locked text tower that are trained (models of OpenCLIP)."""
     train_data: str = ""
     """Required: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
     tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder; a folder that
@@ -161,8 +162,6 @@ class TrainConfig:
     decay linearly to zero at the end (const-cooldown, also called wsd)."""
     lr_cooldown: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
     """Steps of the decay at the end of const-cooldown. Default: a fifth of the run."""
-    layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
-    """Factor between the learning rates of a tower's layer and of the layer above it."""
     warmup: Annotated[int | None, AT_LEAST_0, MAY_CHANGE] = None
     """Steps of linear warm-up to the peak learning rate. Default: 20, at most a fifth of the
     run."""

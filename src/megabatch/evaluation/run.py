@@ -38,7 +38,7 @@ from megabatch.evaluation.zeroshot import (
 )
 from megabatch.hints import option
 from megabatch.imports import named_extras
-from megabatch.models import glyph
+from megabatch.models import names
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
 
@@ -282,7 +282,7 @@ def _trained_on_glyphs(opened: Opened) -> bool:
     """
     data = opened.config.get("train_data")
     if data is None:
-        return opened.towers.name == glyph.NAME
+        return opened.towers.name == names.GLYPH
     return GLYPHS in str(data).split(SEPARATOR)
 
 

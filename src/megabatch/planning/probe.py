@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megabatch.models.blocks import CompiledBlocks
+from megabatch.models.blocks import compile_blocks
 from megabatch.planning.plan import Planner
 from megabatch.planning.seconds import work_seconds
 from megabatch.planning.speeds import Speeds
@@ -50,7 +50,7 @@ def probe(
     size = min(PAIRS, planner.usual)
     micro = planner.encoders.count(size, {})
     if planner.compiled:
-        CompiledBlocks(module)
+        compile_blocks(module)
     inputs = [tensor.fill_(1) for tensor in planner.sample.empty(size, device)]
 
     def both_passes() -> None:
