@@ -16,8 +16,8 @@ from megabatch.config.objective import Objective, check_custom, create_objective
 from megabatch.errors import UsageError
 from megabatch.losses.registry import TRAINABLE, describe_duplicates, describe_losses
 from megabatch.models import ModelOptions
+from megabatch.planning.machine import speeds_of
 from megabatch.planning.seconds import loss_seconds
-from megabatch.planning.speeds import speeds_of
 from megabatch.training import TrainConfig
 
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
