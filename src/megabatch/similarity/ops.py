@@ -134,7 +134,7 @@ class Operator:
         raise NotImplementedError(
             f"megabatch {self.name}: expected at most first derivatives, got a backward pass "
             "through a backward pass (create_graph=True, torch.func.hessian, a gradient penalty); "
-            "megabatch.similarity.dense has the same functions for small matrices"
+            "for small matrices, use torch operations on scale * x @ y.T"
         )
 
     def _refuse_jvp(self) -> NoReturn:
