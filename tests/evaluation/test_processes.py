@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
-from megabatch.evaluation import classification
+from megabatch.evaluation import tasks
 from megabatch.evaluation.config import EvalConfig
 from megabatch.evaluation.retrieval import answers_by_pairs, metrics_by_answers
 from megabatch.evaluation.run import evaluate
@@ -67,7 +67,7 @@ def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
         patch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)
         alone = evaluate(EvalConfig(**settings, output=folder / "alone"), group="local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classification, "_ROWS", 16)
+        patch.setattr(tasks, "_ROWS", 16)
         both = evaluate(EvalConfig(**settings, output=folder / "both"))
     pairs = alone["retrieval"]["pairs"]
     assert pairs["skipped"] == {"undecodable image": 1}
@@ -97,7 +97,7 @@ def test_other_files_or_settings_on_one_process_are_refused(world: World) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tables[world.rank].parents[1])
         with pytest.raises(
-            UsageError, match=r"^samples of .* tasks: \[4\] on rank 1, \[3\] on rank 0;"
+            UsageError, match=r"^number of samples: \[4\] on rank 1, \[3\] on rank 0;"
         ):
             evaluate(EvalConfig(model="glyph-small", **settings))
         patch.chdir(tables[0].parents[1])

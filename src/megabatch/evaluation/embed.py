@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -57,8 +56,7 @@ class Encoder:
     Each rank of `group` encodes a part of the batches, and gets all features.
 
     workers: worker processes that read and transform images; 0: this process does. report: called
-    with a message on this rank's progress after each batch of images or texts. images, seconds:
-    the number of images that all ranks have embedded, and the time taken, reading included.
+    with a message on this rank's progress after each batch of images or texts.
     """
 
     towers: Towers
@@ -68,10 +66,8 @@ class Encoder:
     workers: int = 0
     group: object = "local"
     report: Callable[[str], None] = lambda words: None
-    images: int = 0
-    seconds: float = 0.0
 
-    def embed(self, samples: Samples[Any], title: str) -> Embedded:
+    def embed(self, samples: Samples, title: str) -> Embedded:
         """Embed each image once; bad samples are skipped and listed.
 
         `title`: of the samples, for messages.
@@ -79,7 +75,6 @@ class Encoder:
         Raises:
             UsageError: none of them is usable.
         """
-        started = time.perf_counter()
         # Whole batches, so that each has the same samples on any number of ranks.
         mine = local_range(len(samples), self.group, block=self.batch_size)
         loader = DataLoader(
@@ -104,8 +99,6 @@ class Encoder:
                     yield batch["images"][0]
 
         features = self._features(images(), "image")
-        self.images += len(features)
-        self.seconds += time.perf_counter() - started
         parts = all_gather_values([targets, indices, bad], self.group)
         by_kind = zip(*parts, strict=True)
         targets, indices, bad = ([one for part in of_kind for one in part] for of_kind in by_kind)
@@ -160,7 +153,7 @@ class Encoder:
 class _Transformed(Dataset[tuple[Any, ...]]):
     """(image, target, index) of each sample; of a bad one its reason and key."""
 
-    samples: Samples[Any]
+    samples: Samples
     transform: Callable[[Image.Image], Tensor]
 
     def __len__(self) -> int:

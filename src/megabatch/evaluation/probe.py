@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,25 +50,7 @@ def neighbour_votes(
     return score
 
 
-@dataclass(frozen=True)
-class Probe:
-    """A linear classifier: weight (n_classes, d), bias (n_classes,), and its C."""
-
-    weight: Tensor
-    bias: Tensor
-    c: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Logits (m, n_classes) of features (m, d)."""
-        return F.linear(x, self.weight, self.bias)
-
-    def accuracy(self, features: Tensor, labels: Tensor) -> float:
-        """The fraction of features that are classified right."""
-        blocks = zip(features.split(_ROWS), labels.split(_ROWS), strict=True)
-        return sum(int((self(x).argmax(1) == y).sum()) for x, y in blocks) / len(labels)
-
-
-def fit(features: Tensor, labels: Tensor, n_classes: int, c: float) -> Probe:
+def fit(features: Tensor, labels: Tensor, n_classes: int, c: float) -> torch.nn.Linear:
     """Multinomial logistic regression with an L2 penalty, as scikit-learn's, by L-BFGS.
 
     Minimises the mean cross-entropy plus `|weight|² / (2 c n)`. Unlike scikit-learn's it runs on
@@ -82,14 +62,11 @@ def fit(features: Tensor, labels: Tensor, n_classes: int, c: float) -> Probe:
         c: the inverse strength of the regularisation.
     """
     n, d = features.shape
-    options: dict[str, Any] = {
-        "dtype": features.dtype,
-        "device": features.device,
-        "requires_grad": True,
-    }
-    probe = Probe(torch.zeros(n_classes, d, **options), torch.zeros(n_classes, **options), c)
+    probe = torch.nn.Linear(d, n_classes, device=features.device, dtype=features.dtype)
+    for parameter in probe.parameters():
+        torch.nn.init.zeros_(parameter)
     optimizer = torch.optim.LBFGS(
-        [probe.weight, probe.bias],
+        probe.parameters(),
         max_iter=_ITERATIONS,
         max_eval=2 * _ITERATIONS,
         tolerance_grad=1e-6,
@@ -109,13 +86,13 @@ def fit(features: Tensor, labels: Tensor, n_classes: int, c: float) -> Probe:
         return loss
 
     optimizer.step(closure)
-    return Probe(probe.weight.detach(), probe.bias.detach(), c)
+    return probe.requires_grad_(False)
 
 
 def choose_and_fit(
     features: Tensor, labels: Tensor, n_classes: int, group: object = "local"
-) -> Probe:
-    """Choose the regularisation on a fifth of each class, then fit to all of it.
+) -> tuple[torch.nn.Linear, float]:
+    """Choose the regularisation c on a fifth of each class, then fit to all; returns both.
 
     As in CLIP (Radford et al. 2021, appendix A.3): C runs from 1e-6 to 1e6 in steps of two decades,
     then in half the step around the best so far, down to an eighth of a decade. Of equally good
@@ -131,15 +108,18 @@ def choose_and_fit(
     held_out = held_out_rows(labels)
     if not bool(held_out.any()):
         raise UsageError("--methods linear-probe: no class of the training images has two of them")
-    rest = (features[~held_out], labels[~held_out], n_classes)
-    test = features[held_out], labels[held_out]
+    rest, test = ((features[rows], labels[rows]) for rows in (~held_out, held_out))
     accuracy: dict[float, float] = {}
+
+    def accuracy_with(c: float) -> float:
+        probe = fit(*rest, n_classes, c)
+        return float((probe(test[0]).argmax(1) == test[1]).double().mean())
 
     def best_with(values: list[float]) -> float:
         """Try these as well, the ranks sharing the fits; return the best value of all so far."""
         rank, size = rank_and_size(group)
         new = [c for c in values if c not in accuracy]
-        mine = [(c, fit(*rest, c).accuracy(*test)) for c in new[rank::size]]
+        mine = [(c, accuracy_with(c)) for c in new[rank::size]]
         for found in all_gather_values(mine, group):
             accuracy.update(map(tuple, found))
         return min(accuracy, key=lambda c: (-accuracy[c], c))
@@ -149,7 +129,7 @@ def choose_and_fit(
         around = [10.0 ** round(math.log10(best) + sign * step, 3) for sign in (-1, 1)]
         best = best_with([c for c in around if _COARSE[0] <= c <= _COARSE[-1]])
         step /= 2
-    return fit(features, labels, n_classes, best)
+    return fit(features, labels, n_classes, best), best
 
 
 def held_out_rows(labels: Tensor, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ The `equal + tied` columns come in random order after the first `above`, so
 - its expected rank is `above + 1 + equal / (tied + 1)`; with one right column a tie counts half.
 
 A collapsed model, all of whose features are equal, therefore scores exactly what guessing scores
-(`chance_metrics`), neither 0% nor 100%.
+(`chance_by_answers`), neither 0% nor 100%.
 """
 
 from __future__ import annotations
@@ -214,7 +214,9 @@ def retrieval_metrics(
         TypeError, ValueError: arguments have wrong types, shapes or lengths; features are not
             finite; no row has a right answer.
     """
-    _check_ks(ks)
+    wrong = not isinstance(ks, Collection) or any(type(k) is not int or k < 1 for k in ks)
+    if wrong or not len(ks):
+        raise ValueError(f"ks: expected integers from 1, got {ks!r}")
     check_two(x, y, autocast=False)
     if name := group_name(group):
         given = [kind for kind, ids in (("x_ids", x_ids), ("y_ids", y_ids)) if ids is not None]
@@ -258,24 +260,10 @@ def metrics_by_answers(
     return metrics
 
 
-def chance_metrics(
-    x_ids: Tensor, y_ids: Tensor, *, ks: Sequence[int] = (1, 5, 10)
-) -> dict[str, float]:
-    """The figures of answers in random order, with the keys of `retrieval_metrics`, from ids alone.
-
-    Raises:
-        TypeError, ValueError: ids are not int64 (m,) and (n,), or no row has a right answer.
-    """
-    _check_ks(ks)
-    x_ids = check_integers("x_ids", x_ids, len(x_ids), x_ids)
-    y_ids = check_integers("y_ids", y_ids, len(y_ids), y_ids)
-    return chance_by_answers(answers_by_ids(x_ids, y_ids), ks=ks)
-
-
 def chance_by_answers(
     answers: Answers, *, ks: Sequence[int], ways: tuple[str, str] = ("x_to_y", "y_to_x")
 ) -> dict[str, float]:
-    """`chance_metrics` with right answers of any kind."""
+    """The figures of answers in random order, with the keys of `metrics_by_answers`."""
     metrics: dict[str, float] = {}
     for name, right, others in zip(ways, answers, reversed(answers), strict=True):
         counts = right.counts[_answerable(name, right)]
@@ -290,19 +278,12 @@ def _summarise(
     """The figures of one direction from each query's counts, int64 (q,) (see the module)."""
     ranks = (above + 1 + equal.double() / (tied + 1)).sort().values
     middle = ranks[[(len(ranks) - 1) // 2, len(ranks) // 2]]  # torch.median takes the lower
+    within = answered_within(above, equal, tied, ks)
     return {
-        **{f"{name}/recall@{k}": r for k, r in expected_recalls(above, equal, tied, ks).items()},
+        **{f"{name}/recall@{k}": float(right.mean()) for k, right in within.items()},
         f"{name}/median_rank": float(middle.mean()),
         f"{name}/queries": len(above),
     }
-
-
-def expected_recalls(
-    above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
-) -> dict[int, float]:
-    """Mean over queries of the probability of a right answer among the first k, for each k."""
-    within = answered_within(above, equal, tied, ks)
-    return {k: float(right.mean()) for k, right in within.items()}
 
 
 def answered_within(
@@ -331,9 +312,3 @@ def _answerable(name: str, right: Right) -> Tensor:
     if not bool(answerable.any()):
         raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
     return answerable
-
-
-def _check_ks(ks: Sequence[int]) -> None:
-    wrong = not isinstance(ks, Collection) or any(type(k) is not int or k < 1 for k in ks)
-    if wrong or not len(ks):
-        raise ValueError(f"ks: expected integers from 1, got {ks!r}")

@@ -1,4 +1,4 @@
-"""Evaluate a run or a model: figures, compared with chance and baselines, and a report."""
+"""Evaluate a run or a model: figures, compared with chance, and a report."""
 
 from __future__ import annotations
 
@@ -7,51 +7,45 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from megabatch import files
 from megabatch.config.references import refuse_references
 from megabatch.data.glyphs import load_glyphs
-from megabatch.data.mixture import SEPARATOR
 from megabatch.errors import UsageError, naming, plural
+from megabatch.evaluation.builtin import builtin_tasks
 from megabatch.evaluation.captions import GLYPHS, READING, open_val_data, reading_of
-from megabatch.evaluation.classification import ClassTask, score_classes
-from megabatch.evaluation.config import DIGITS, EvalConfig, check, choose_device
+from megabatch.evaluation.config import EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.report import content
 from megabatch.evaluation.report.page import make_page
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
-from megabatch.evaluation.samples import Labelled, first_of, open_labelled
-from megabatch.evaluation.tasks import Matched, Task, glyph_tasks, pairs_task, score
-from megabatch.evaluation.zeroshot import (
-    CAPTIONED_DIGITS,
-    UNICODE_DIGITS,
-    DigitLabels,
-    Prompts,
-    read_names,
-    read_templates,
-)
+from megabatch.evaluation.samples import open_labelled
+from megabatch.evaluation.table import KINDS
+from megabatch.evaluation.tasks import ClassTask, Entries, Matched, RetrievalTask, pairs_task
+from megabatch.evaluation.zeroshot import Prompts, read_names, read_templates
 from megabatch.hints import option
 from megabatch.imports import named_extras
-from megabatch.models import glyph
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
+from megabatch.terminal import plain_console
+
+Task: TypeAlias = RetrievalTask | ClassTask
+OnFigures: TypeAlias = Callable[[dict[str, Any]], None]
 
 # Settings that ranks need not share: of the process, and paths, since each machine may have its own
 # copies.
 _OF_A_RANK = {
-    *("device", "workers", "output", "run", "pretrained", "val_data", "image_folder"),
+    *("device", "workers", "output", "run", "pretrained", "val_data"),
     *("class_data", "class_train_data", "class_names", "templates"),
 }
-
-
-def _ignored(_: object) -> None:
-    pass
 
 
 @named_extras()
@@ -59,9 +53,7 @@ def evaluate_run(
     run: str | Path,
     *,
     group: object = "local",
-    report: Callable[[str], None] = _ignored,
-    announce: Callable[[str], None] = _ignored,
-    on_figures: Callable[[dict[str, Any]], None] = _ignored,
+    on_figures: OnFigures | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate a run's weights; writes `evaluation.json`, `report.json`, `report.html` into `RUN`.
@@ -70,89 +62,91 @@ def evaluate_run(
 
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
-        group, report, announce, on_figures: as for `evaluate`.
+        group, on_figures: as for `evaluate`.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
     Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
     """
     given: dict[str, Any] = {"device": "cpu", **settings}
     given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    config = EvalConfig(run=Path(run), **given)
-    return evaluate(config, group=group, report=report, announce=announce, on_figures=on_figures)
+    return evaluate(EvalConfig(run=Path(run), **given), group=group, on_figures=on_figures)
 
 
 def evaluate(
     config: EvalConfig,
     *,
     group: object = None,
-    report: Callable[[str], None] = _ignored,
-    announce: Callable[[str], None] = _ignored,
-    on_figures: Callable[[dict[str, Any]], None] = _ignored,
+    console: Console | None = None,
+    on_figures: OnFigures | None = None,
 ) -> dict[str, Any]:
     """Evaluate; the first rank writes figures and a report to the output folder.
 
-    `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run is
-    evaluated on the `val_data` that it was trained with; or, if it had none and was trained on the
-    built-in glyphs, as with `val_data="glyphs"` (held-out faces among their own names, held-out
-    characters among all names) and `class_data="digits"` (scikit-learn's handwritten digits, which
-    it has never seen).
+    `val_data` is evaluated by retrieval, `class_data` by classification; `val_data="glyphs"` by the
+    built-in tasks (held-out faces among their own names, held-out characters among all names, and
+    scikit-learn's handwritten digits, which a model of glyphs has never seen). Without either, a
+    run is evaluated on the `val_data` that it was trained with or, if it was trained on the glyphs,
+    on these.
 
     Args:
         config: the settings.
         group: ranks that share the work and must all call this: None for the default group if
             torch.distributed is initialised, a process group, or "local" for this process alone.
             The figures are the same on all ranks, and the same as with one process.
-        report: called with messages about the progress of this process.
-        announce: called before the evaluation begins, with each line of its description.
+        console: prints a description of the evaluation and this process's progress; None: nothing.
         on_figures: called on the first rank with the content of `evaluation.json`, before anything
             is written: a trainer logs the figures, whose curves the report shows.
 
     Returns:
-        The content of `evaluation.json`: `run`, `retrieval` (by task, then "model", "chance" and,
-        if there is one, "baseline"), `zero_shot` likewise, `classification` (by task, then
-        "neighbours", "probe", "chance"), `date`, `images_per_second` (read, transformed and encoded
-        by all ranks together), `seconds`.
+        The content of `evaluation.json`: `run`, `retrieval` (by task, then "model" and "chance"),
+        `zero_shot` likewise, `classification` (by task, then "neighbours", "probe", "chance"),
+        `date`, `seconds`.
 
     Raises:
         UsageError: there is no run or no weights, files are damaged, or a setting is impossible.
     """
     started = time.perf_counter()
+    console = console or plain_console(quiet=True)
     several, writes = rank_and_size(group)[1] > 1, is_first(group)
     plan = on_all_ranks(lambda: _prepare(config, several, writes), group)
-    opened, classes = plan.opened, plan.classes
-    check_ranks(config, opened, plan.tasks, classes, group)
-    for line in _announcement(plan, config):
-        announce(line)
-    opened.towers.module.to(plan.device)
-    settings = config.precision, config.batch_size, config.workers
-    encoder = Encoder(opened.towers, plan.device, *settings, group, report=report)
-    retrieval, zero_shot, classification = {}, {}, {}
-    shown: list[Matched] = []
-    for task in plan.tasks:
-        retrieval[task.key], matched = score(encoder, task)
-        shown.append(matched)
-    if classes is not None:
-        scored = score_classes(encoder, classes)
-        zero_shot = {classes.key: scored.zero_shot} if scored.zero_shot else {}
-        classification = {classes.key: scored.classification} if scored.classification else {}
-        shown += [scored.matched] if scored.matched else []
+    check_ranks(config, plan.opened, plan.tasks, group)
+    for line in _description(plan, config):
+        console.print(line)
+    plan.opened.towers.module.to(plan.device)
+    title = f"evaluating {config.run or config.model}"
+    with console.status(Text(title)) as status:  # as Text, since a string would be markup
+        encoder = Encoder(
+            *(plan.opened.towers, plan.device, config.precision, config.batch_size),
+            *(config.workers, group, lambda words: status.update(Text(f"{title}: {words}"))),
+        )
+        entries, shown = score_all(encoder, plan.tasks)
     evaluation = {
-        "run": _describe(opened, encoder),
-        "retrieval": retrieval,
-        "zero_shot": zero_shot,
-        "classification": classification,
+        "run": _describe(plan.opened, encoder),
+        **entries,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "images_per_second": round(encoder.images / encoder.seconds, 1),
         "seconds": round(time.perf_counter() - started, 2),
     }
     if writes:
-        on_figures(evaluation)
+        if on_figures is not None:
+            on_figures(evaluation)
         text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
         with contextlib.suppress(OSError):  # of an earlier evaluation, if this process dies now
             (plan.folder / content.NAME).unlink()
         write_atomically(plan.folder / "evaluation.json", text + "\n")
         write_report(plan.folder, shown)
     return evaluation
+
+
+def score_all(encoder: Encoder, tasks: Sequence[Task]) -> tuple[dict[str, Entries], list[Matched]]:
+    """The entries of all tasks in `evaluation.json`, by kind and key; and their features."""
+    entries: dict[str, Entries] = {kind: {} for kind in KINDS}
+    shown = []
+    for task in tasks:
+        found, matched = task.score(encoder)
+        for kind, entry in found.items():
+            entries[kind][task.key] = entry
+        if matched is not None:
+            shown.append(matched)
+    return entries, shown
 
 
 def write_report(folder: Path, shown: Sequence[Matched]) -> None:
@@ -169,7 +163,6 @@ class _Plan:
     folder: Path
     opened: Opened
     tasks: list[Task]
-    classes: ClassTask | None
 
 
 def _prepare(config: EvalConfig, several: bool, writes: bool) -> _Plan:
@@ -184,46 +177,40 @@ def _prepare(config: EvalConfig, several: bool, writes: bool) -> _Plan:
     assert folder is not None
     if writes and (problem := files.folder_problem(folder)):
         raise UsageError(f"--output {folder}: {problem}")
-    return _Plan(device, folder, opened, *open_tasks(config, opened))
+    return _Plan(device, folder, opened, open_tasks(config, opened))
 
 
-def _announcement(plan: _Plan, config: EvalConfig) -> list[str]:
-    """A description of the evaluation, with the files' notes and damage."""
-    opened, classes = plan.opened, plan.classes
+def _description(plan: _Plan, config: EvalConfig) -> list[str]:
+    """Lines about the evaluation, with the files' notes and damage."""
+    opened = plan.opened
     weights = str(opened.weights or "random weights")
     if opened.step is not None:
         weights += f", step {opened.step:,}"
     lines = [f"{opened.towers.name} ({weights}) on {plan.device}, {config.precision}:"]
-    sources: list[tuple[str, Any]] = [(task.title, task.samples) for task in plan.tasks]
-    sources += [(classes.title, classes.test)] if classes else []
-    for title, samples in sources:
-        lines.append(f"  {title}: {plural(len(samples), first_of(samples))}")
-        lines += [f"  note: {line}" for line in getattr(samples, "notes", [])]
-        lines += [f"  damaged: {line}" for line in getattr(samples, "damage", [])]
+    for task in plan.tasks:
+        lines.append(f"  {task.title}: {plural(len(task.samples), task.samples.first)}")
+        lines += [f"  note: {line}" for line in task.samples.notes]
+        lines += [f"  damaged: {line}" for line in task.samples.damage]
     return lines
 
 
-def check_ranks(
-    config: EvalConfig,
-    opened: Opened,
-    tasks: Sequence[Task],
-    classes: ClassTask | None,
-    group: object,
-) -> None:
-    """Raise a UsageError, on all ranks, if their settings, weights or numbers of samples differ.
+def check_ranks(config: EvalConfig, opened: Opened, tasks: Sequence[Task], group: object) -> None:
+    """Raise a UsageError, on all ranks, if their settings, weights or data differ.
 
     Each rank reads the files for itself and encodes its own part: with other files than rank 0's,
     some samples would count twice and others not at all.
     """
     if rank_and_size(group)[1] == 1:
         return
-    own = {f.name for f in fields(config)} - _OF_A_RANK
-    facts: dict[str, Any] = {option(name): str(getattr(config, name)) for name in sorted(own)}
-    facts["samples of the retrieval tasks"] = [len(task.samples) for task in tasks]
-    if classes is not None:
-        data = [(len(images), images.classes) for images in (classes.test, classes.train) if images]
-        prompts = classes.prompts and classes.prompts.texts()
-        facts["checksum of classes and prompts"] = zlib.crc32(repr((data, prompts)).encode())
+    shared = [f.name for f in fields(config) if f.name not in _OF_A_RANK]
+    facts: dict[str, Any] = {option(name): str(getattr(config, name)) for name in shared}
+    facts["number of samples"] = [len(task.samples) for task in tasks]
+    for task in tasks:
+        if isinstance(task, ClassTask):
+            train = task.train and (len(task.train), task.train.classes)
+            prompts = task.prompts and task.prompts.texts()
+            data = repr((task.samples.classes, prompts, train))
+            facts["checksum of classes, prompts and training images"] = zlib.crc32(data.encode())
     if opened.weights is not None:
         checksum = 0
         for tensor in opened.towers.module.state_dict().values():
@@ -259,96 +246,64 @@ def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
 # Tasks.
 
 
-def open_tasks(config: EvalConfig, opened: Opened) -> tuple[list[Task], ClassTask | None]:
+def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
     """The tasks that a checked configuration describes, for the model of `opened`.
 
     Raises:
         UsageError: data cannot be opened, do not suit the model, or are missing.
     """
     of_texts = opened.towers.first == "text"
-    images = ("class_data", "image_folder", "split", "csv_img_key")
-    for name in images if of_texts else ("csv_query_key",):
+    for name in ("class_data", "csv_img_key") if of_texts else ("csv_query_key",):
         if getattr(config, name) is not None:
             takes = "texts with texts, not images" if of_texts else "images with texts, not texts"
             raise UsageError(f"{option(name)}: {opened.towers.name} takes {takes}")
-    config = _with_default_data(config, opened)
-    return _retrieval_tasks(config, opened), _class_task(config, _trained_on_glyphs(opened))
+    val_data = config.val_data
+    if val_data is None and config.class_data is None:
+        val_data = _own_data(config, opened)
+    tasks: list[Task] = []
+    if val_data == GLYPHS and not of_texts:
+        tasks += builtin_tasks(load_glyphs())
+    elif val_data is not None:
+        given = {name: getattr(config, setting) for name, setting in READING.items()}
+        reading = reading_of(opened.config)
+        reading |= {name: value for name, value in given.items() if value is not None}
+        with naming("--val-data"):
+            samples = open_val_data(val_data, opened.towers.name, opened.towers.first, reading)
+        tasks.append(pairs_task(val_data, samples))
+    if config.class_data is not None:
+        tasks.append(_class_task(config, config.class_data))
+    return tasks
 
 
-def _trained_on_glyphs(opened: Opened) -> bool:
-    """Whether the model was trained on Unicode's names of characters.
-
-    Without a run, glyph-small is assumed to be, and other models are not.
-    """
-    data = opened.config.get("train_data")
-    if data is None:
-        return opened.towers.name == glyph.NAME
-    return GLYPHS in str(data).split(SEPARATOR)
-
-
-def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
-    """The configuration, with the run's own held-out pairs or built-in tasks if it names no data.
+def _own_data(config: EvalConfig, opened: Opened) -> str:
+    """The held-out pairs of a run for which no data are named.
 
     Raises:
-        UsageError: it names no data, and the run has neither.
+        UsageError: it has none.
     """
-    if config.val_data is not None or config.class_data is not None:
-        return config
-    if (own := opened.config.get("val_data")) is not None:
-        if not config.trust:
-            refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
-        return replace(config, val_data=str(own))
     train_data = opened.config.get("train_data")
-    if train_data != GLYPHS or opened.towers.first == "text":
+    own = opened.config.get("val_data", GLYPHS if train_data == GLYPHS else None)
+    if own is None:
         raise UsageError(
             f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
             "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
         )
-    return replace(config, val_data=GLYPHS, class_data=DIGITS)
+    if not config.trust:
+        refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
+    return str(own)
 
 
-def _retrieval_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
-    val_data, towers = config.val_data, opened.towers
-    if val_data is None:
-        return []
-    if val_data == GLYPHS and towers.first == "image":
-        return glyph_tasks(load_glyphs())
-    own = {name: getattr(config, setting) for name, setting in READING.items()}
-    reading = reading_of(opened.config)
-    reading |= {name: value for name, value in own.items() if value is not None}
-    more: dict[str, Any] = {"image_folder": config.image_folder, "split": config.split}
-    with naming("--val-data"):
-        samples = open_val_data(val_data, towers.name, towers.first, reading, **more)
-    return [pairs_task(val_data, samples)]
-
-
-def _class_task(config: EvalConfig, of_glyphs: bool) -> ClassTask | None:
-    """The classification task; `of_glyphs`: whether the model was trained on these."""
-    if config.class_data is None:
-        return None
-    options: dict[str, Any] = {}
+def _class_task(config: EvalConfig, class_data: str) -> ClassTask:
+    with naming("--class-data"):
+        test = open_labelled(class_data)
+    train = prompts = None
     if config.class_train_data is not None:
         with naming("--class-train-data"):
-            options["train"] = open_labelled(config.class_train_data)
-        if "knn" in config.methods:
-            options["neighbours"] = config.knn_k, config.knn_temperature
-        options["probe"] = "linear-probe" in config.methods
-    if config.class_data == DIGITS:
-        digits, own = DigitLabels(), UNICODE_DIGITS if of_glyphs else CAPTIONED_DIGITS
-        options |= {"key": DIGITS, "note": "Scikit-learn's 8×8 images, enlarged."}
-        return ClassTask("handwritten digits", digits, _prompts(config, digits, own), **options)
-    with naming("--class-data"):
-        test = open_labelled(config.class_data)
-    return ClassTask(config.class_data, test, _prompts(config, test), **options)
-
-
-def _prompts(config: EvalConfig, test: Labelled, own: Prompts | None = None) -> Prompts | None:
-    """The requested prompts; without names or templates the data's own, if there are any."""
-    if "zero-shot" not in config.methods:
-        return None
-    if own is not None and config.class_names is None and config.templates is None:
-        return own
-    names = read_names(config.class_names, test.classes, test.n_classes)
-    worded_by = config.templates or str(test.templates or "openai")
-    named_by = config.class_names or "those of the data"
-    return Prompts(names, read_templates(worded_by), f"from {worded_by}; class names: {named_by}")
+            train = open_labelled(config.class_train_data)
+    if "zero-shot" in config.methods:
+        names = read_names(config.class_names, test.classes, test.n_classes)
+        worded_by = config.templates or str(test.templates or "openai")
+        named_by = config.class_names or "those of the data"
+        source = f"from {worded_by}; class names: {named_by}"
+        prompts = Prompts(names, read_templates(worded_by), source)
+    return ClassTask("classes", class_data, "", test, prompts, train, config.methods)

@@ -1,4 +1,4 @@
-"""The report's charts as SVG that is part of the page.
+"""The report's curves as SVG that is part of the page.
 
 They contain numbers and words of our own alone. Captions and the names of classes, data and runs
 stand around them, in HTML that the template escapes.
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from markupsafe import Markup
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
@@ -24,17 +23,16 @@ COLOURS = (
     *("#3583c6", "#e07b39", "#3fa35b", "#a06cc5", "#d9534f"),
     *("#2aa198", "#b58900", "#808080", "#d4569f", "#7a7fd6"),
 )
-_GREY = COLOURS[7]
 _MOST_POINTS = 600  # about two for each pixel of a curve's width
 _INK = "#010203"  # becomes the page's colour of text
 _STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # for the layout; the page replaces it
     "font.size": 9,
-    "axes.edgecolor": _GREY,
+    "axes.edgecolor": "#808080",
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "grid.color": _GREY,
+    "grid.color": "#808080",
     "grid.alpha": 0.3,
     "svg.fonttype": "none",  # text as text, a fraction of its size as paths
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
@@ -63,8 +61,9 @@ def _is_number(value: Any) -> bool:
 
 @rc_context(_STYLE)
 def curves_chart(title: str, curves: Mapping[int, Any], x_label: str) -> Markup:
-    """Draw a quantity's curves in one panel, each by the number of its run, whose colour it has."""
-    ax = _axes()
+    """Draw a quantity's curves, each by the number of its run, whose colour it has, as `<svg>`."""
+    figure = Figure(figsize=(4.0, 2.5), layout="constrained")  # one to three in a row of the page
+    ax = figure.add_subplot()
     for run, curve in curves.items():
         x, values, low, high = curve.T
         ax.plot(x, values, color=colour(run), lw=1.4)
@@ -74,36 +73,8 @@ def curves_chart(title: str, curves: Mapping[int, Any], x_label: str) -> Markup:
     ax.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True))
     ax.xaxis.set_major_formatter(EngFormatter(sep=""))
     ranges = [f"from {c[0, 1]:.4g} to {c[-1, 1]:.4g}" for c in curves.values()]
-    return _svg(ax, f"{title}, {'; '.join(ranges)}")
-
-
-@rc_context(_STYLE)
-def histogram_chart(histogram: dict[str, Any]) -> Markup:
-    """Draw the shares of positives and negatives in each bin of cosines."""
-    ax = _axes()
-    edges = np.linspace(histogram["low"], histogram["high"], len(histogram["positives"]) + 1)
-    for kind, of_kind in (("negatives", _GREY), ("positives", colour(0))):
-        if total := sum(histogram[kind]):
-            shares = 100 * np.array(histogram[kind]) / total
-            ax.stairs(shares, edges, fill=True, color=of_kind, alpha=0.35)
-            ax.stairs(shares, edges, color=of_kind)
-    ax.set_xlabel("cosine")
-    ax.set_ylabel("% of pairs")
-    means = histogram["mean_positive"], histogram["mean_negative"]
-    return _svg(
-        ax, "cosines of positives, {:.3f} on average, and of negatives, {:.3f}".format(*means)
-    )
-
-
-def _axes() -> Axes:
-    """One panel; the page has one to three of them in a row."""
-    return Figure(figsize=(4.0, 2.5), layout="constrained").add_subplot()
-
-
-def _svg(ax: Axes, alt: str) -> Markup:
-    """The chart as an `<svg>` element, with a description of its content."""
-    buffer, figure = io.StringIO(), ax.figure
-    assert isinstance(figure, Figure)  # not a part of one
+    alt = f"{title}, {'; '.join(ranges)}"
+    buffer = io.StringIO()
     # With this salt, ids differ between the charts of a page, and not between pages.
     with rc_context({"svg.hashsalt": alt}):
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))

@@ -13,19 +13,10 @@ from markupsafe import Markup
 
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
-from megabatch.evaluation.report.charts import colour, curves_chart, histogram_chart, series
+from megabatch.evaluation.report.charts import colour, curves_chart, series
 from megabatch.evaluation.report.content import NAME
 from megabatch.evaluation.run_folder import read_metrics, validated_on
-from megabatch.evaluation.table import (
-    CONTENDERS,
-    OF_MODEL,
-    Group,
-    cell,
-    direction,
-    groups,
-    left_out,
-    tasks_of,
-)
+from megabatch.evaluation.table import CONTENDERS, cell, direction, entries_of, groups, left_out
 
 CURVES = {
     "loss": "loss",
@@ -53,15 +44,6 @@ class Source:
     validation: list[dict[str, Any]]
 
     @property
-    def outdated(self) -> str:
-        """A remark on the steps of the evaluation and of the log; "" if the run did not go on."""
-        step = self.evaluation.get("run", {}).get("step")
-        last = self.records[-1]["step"] if self.records else 0
-        if not isinstance(step, int) or step >= last:
-            return ""
-        return f"evaluated at step {step:,}, trained to step {last:,}"
-
-    @property
     def facts(self) -> dict[str, Any]:
         """The evaluated model, and the last logged step."""
         run = self.evaluation.get("run", {})
@@ -76,14 +58,13 @@ def read_source(folder: Path) -> Source:
         UsageError: it is neither, or a file in it is damaged.
     """
     evaluation, content = _read(folder / "evaluation.json"), _read(folder / NAME)
-    content.setdefault("tasks", [])
     is_run = (folder / "config.toml").is_file()
     if not is_run and not evaluation:
         raise UsageError(f"{folder} is not a run: it has neither config.toml nor evaluation.json")
     settings = read_config(folder) if is_run else {}
     settings.pop("output", None)  # its own folder
     logs = [read_metrics(folder / f"{name}.jsonl") for name in ("metrics", "validation")]
-    return Source(folder.resolve().name, evaluation, content, settings, *logs)
+    return Source(folder.resolve().name, evaluation, {"tasks": [], **content}, settings, *logs)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -106,21 +87,21 @@ def make_page(folders: Sequence[Path]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    several = len(folders) > 1
     try:
         sources = [read_source(folder) for folder in folders]
         names = [source.name for source in sources]
         if len(set(names)) < len(names):
             names = [str(folder) for folder in folders]
         return environment.get_template("page.html").render(
-            name=f"{len(sources)} runs compared" if len(sources) > 1 else names[0],
+            name=f"{len(sources)} runs compared" if several else names[0],
             names=names,
             sources=sources,
             facts=_by_run([source.facts for source in sources]),
-            settings=_by_run([source.settings for source in sources], differ=len(sources) > 1),
+            settings=_by_run([source.settings for source in sources], differ=several),
             curves=_curves(sources),
-            tables=_tables([groups(source.evaluation) for source in sources]),
-            **{f.__name__: f for f in (cell, colour, direction, histogram_chart)},
-            **{f.__name__: f for f in (left_out, tasks_of)},
+            tables=_tables(sources),
+            **{f.__name__: f for f in (cell, colour, direction, entries_of, left_out)},
         )
     except (UndefinedError, LookupError, TypeError, ValueError, AttributeError) as error:
         where = ", ".join(map(str, folders))
@@ -134,16 +115,15 @@ def _by_run(values: list[dict[str, Any]], *, differ: bool = False) -> list[tuple
     """The runs' values under each name in words, all that any run has or those that differ."""
     names = dict.fromkeys(name for of_run in values for name in of_run)
     rows = [(name, [_words(of_run.get(name)) for of_run in values]) for name in names]
-    none = {"–"}
-    return [row for row in rows if set(row[1]) != none and not (differ and len(set(row[1])) == 1)]
+    return [row for row in rows if set(row[1]) != {"–"} and (len(set(row[1])) > 1 or not differ)]
 
 
 def _words(value: Any) -> str:
-    if isinstance(value, bool | None):
-        return {None: "–", True: "true", False: "false"}[value]
-    if isinstance(value, int | float):
-        return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
-    return str(value)
+    if value is None or isinstance(value, bool):
+        return "–" if value is None else str(value).lower()
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _curves(sources: Sequence[Source]) -> list[tuple[str, Markup]]:
@@ -161,33 +141,30 @@ def _curves(sources: Sequence[Source]) -> list[tuple[str, Markup]]:
     keys = {(k, validated_on(r)): None for r in validation for k in r if k.endswith(_VALIDATION)}
     for key, data in keys:
         title = "validation: " + key.replace("/", ", ").replace("_", " ")
-        if len({data for _, data in keys}) > 1:
-            title += f", on {data or 'the default data'}"
+        title += f", on {data}" if data else ""
         on_data = [[r for r in s.validation if validated_on(r) == data] for s in sources]
         found.append((title, "step", [series(records, key) for records in on_data]))
     charts = []
     for title, label, curves in found:
-        logged = {run: curve for run, curve in enumerate(curves) if len(curve) > 1}
-        if logged:
+        if logged := {run: curve for run, curve in enumerate(curves) if len(curve) > 1}:
             charts.append((title, curves_chart(title, logged, label)))
     return charts
 
 
-def _tables(found: Sequence[Sequence[Group]]) -> list[dict[str, Any]]:
+def _tables(sources: Sequence[Source]) -> list[dict[str, Any]]:
     """A table for each task: all contenders of one run, or the models of several, the best marked.
 
     Runs are compared on equal data alone, which have equal headings.
     """
-    several = len(found) > 1
+    several = len(sources) > 1
     tables: dict[str, dict[str, Any]] = {}
-    for run, of_run in enumerate(found):
-        for group in of_run:
+    for run, source in enumerate(sources):
+        for group in groups(source.evaluation) if source.evaluation else ():
             new = {"heading": group.heading, "columns": list(group.columns), "rows": []}
-            table = tables.setdefault(group.heading, new)
-            table["rows"] += [
+            tables.setdefault(group.heading, new)["rows"] += [
                 {"run": run, "contender": name, "label": CONTENDERS[name], "figures": figures}
                 for name, figures in group.rows.items()
-                if name in OF_MODEL or not several
+                if not (several and name == "chance")
             ]
     for table in tables.values():
         by_column = zip(*(row["figures"] for row in table["rows"]), strict=True)
@@ -196,8 +173,7 @@ def _tables(found: Sequence[Sequence[Group]]) -> list[dict[str, Any]]:
     return list(tables.values())
 
 
-def _best(column: str, values: Sequence[float | None]) -> float | None:
+def _best(column: str, values: Sequence[float]) -> float | None:
     """The best of several values, None if they do not differ."""
-    known = {value for value in values if value is not None}
     best = min if column == "median rank" else max
-    return best(known) if len(known) > 1 else None
+    return best(values) if len(set(values)) > 1 else None
