@@ -8,11 +8,14 @@ Distances are Euclidean, between pixels. "baseline" in the record `results/quick
 
 from __future__ import annotations
 
+import argparse
+
 from sklearn.neighbors import KNeighborsClassifier
 
 from megabatch.data import load_glyphs
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     glyphs = load_glyphs()
     train, faces = glyphs.split("train"), glyphs.split("faces")
     train_pixels, pixels = (part.images.reshape(len(part), -1) / 255 for part in (train, faces))

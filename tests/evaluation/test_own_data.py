@@ -128,10 +128,9 @@ def test_training_classes_are_met_by_name(run: Path, tmp_path: Path) -> None:
     for i in range(2):
         (train / "aardvark" / f"{i}.png").write_bytes((train / "digit_one" / "0.png").read_bytes())
     settings = {"class_data": str(test), "class_train_data": str(train)}
-    trained = evaluate_run(run, **settings, methods=["knn"])["classification"]["classes"]
+    trained = evaluate_run(run, **settings, precision="bf16")["classification"]["classes"]
     assert trained["classes"] == 5
     assert trained["neighbours"]["top1"] > 0.9
-    assert "probe" not in trained
     for image in (train / "digit_two").iterdir():
         image.unlink()
     (train / "digit_two").rmdir()

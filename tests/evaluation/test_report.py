@@ -20,7 +20,6 @@ from PIL import Image
 from megabatch.cli import main
 from megabatch.data.glyphs import GlyphSet
 from megabatch.errors import UsageError
-from megabatch.evaluation.builtin import builtin_tasks
 from megabatch.evaluation.report import charts
 from megabatch.evaluation.report.charts import series
 from megabatch.evaluation.report.content import encode, galleries
@@ -28,7 +27,7 @@ from megabatch.evaluation.report.page import make_page
 from megabatch.evaluation.retrieval import answers_by_ids, answers_by_pairs
 from megabatch.evaluation.run import write_report
 from megabatch.evaluation.samples import Sample, Samples
-from megabatch.evaluation.tasks import Matched, RetrievalTask
+from megabatch.evaluation.tasks import Matched, glyph_tasks
 from tests.evaluation.page import Page
 
 HOSTILE = "<script>alert(1)</script>\"'&$\\frac$"
@@ -38,8 +37,7 @@ WAYS = ("image_to_text", "text_to_image")
 @pytest.fixture(scope="module")
 def matched(small_glyphs: GlyphSet) -> Matched:
     """Features that find the right name for most images and a wrong one for the others."""
-    task = builtin_tasks(small_glyphs)[0]
-    assert isinstance(task, RetrievalTask)
+    task = glyph_tasks(small_glyphs)[0]
     captions = [task.samples[i].target[0] for i in range(len(task.samples))]
     texts = sorted(set(captions))
     ids = torch.tensor([texts.index(c) for c in captions])

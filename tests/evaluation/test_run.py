@@ -37,11 +37,6 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
             figures = [faces[contender][f"{way}/recall@{k}"] for k in (1, 5, 10)]
             assert figures == sorted(figures)
             assert faces[contender][f"{way}/median_rank"] >= 1
-    digits = evaluation["zero_shot"]["digits"]
-    assert digits["chance"] == pytest.approx(
-        {"top1": 0.1, "top5": 0.5, "mean_per_class_recall": 0.1}
-    )
-    assert 0 < digits["model"]["top1"] < 1
 
     html = (run / "report.html").read_text()
     page = Page(html)
@@ -50,7 +45,7 @@ def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
     assert all(source.startswith(("data:image/", "#")) for source in page.sources)
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", html)
     assert "a <b> run" in page.text  # the folder's name, escaped
-    for text in ("held-out faces", "held-out characters", "handwritten digits", "chance"):
+    for text in ("held-out faces", "held-out characters", "chance"):
         assert text in page.text
     for text in ("R@10", "median rank", "glyph-small"):
         assert text in page.text
@@ -75,8 +70,6 @@ def test_a_collapsed_model_scores_chance_throughout(run: Path) -> None:
     evaluation = evaluate_run(run)
     for task in evaluation["retrieval"].values():
         assert task["model"] == pytest.approx(task["chance"], rel=0.02)
-    digits = evaluation["zero_shot"]["digits"]
-    assert digits["model"] == pytest.approx(digits["chance"], rel=0.02)
 
 
 @pytest.fixture
@@ -125,7 +118,7 @@ def test_the_tasks_follow_the_data_that_are_named(run: Path, csv: Path, tmp_path
         opened = Opened(towers, None, run, config)
         return [task.key for task in open_tasks(EvalConfig(run=run, **settings), opened)]
 
-    builtin = ["faces", "characters", "digits"]
+    builtin = ["faces", "characters"]
     assert keys({"train_data": "glyphs"}) == builtin
     assert keys({"train_data": "shards/", "val_data": "glyphs"}) == builtin
     assert keys({"train_data": "shards/"}, val_data="glyphs", class_data=folder) == [

@@ -276,8 +276,8 @@ class TrainConfig:
     output folder, under best; 0: only at the end. Training waits for it; its results do not
     change."""
     best_metric: Annotated[str | None, MAY_CHANGE] = None
-    """The figure of the best weights, such as pairs/image_to_text/recall@1 or digits/top1. Default:
-    recall@1 from images (or first texts) to texts, of the first task."""
+    """The figure of the best weights, such as pairs/image_to_text/recall@10. Default: recall@1 from
+    images (or first texts) to texts, of the first task."""
 
 
 #: The names that `report_to` may have.

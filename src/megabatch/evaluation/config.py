@@ -18,9 +18,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Method = Literal["zero-shot", "knn", "linear-probe"]
-METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
-
 
 @dataclass(frozen=True)
 class EvalConfig:
@@ -55,7 +52,7 @@ class EvalConfig:
     val_data: str | None = None
     """Retrieval: images with one or several captions each: shards (.tar), tables (.csv, .tsv,
     .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved; or
-    "glyphs": held-out faces and characters, and handwritten digits."""
+    "glyphs": held-out faces and characters."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: as in the run's training data, else
     filepath, image, image_path or file_name."""
@@ -72,15 +69,13 @@ class EvalConfig:
     """Classification: test images, in a folder with one folder per class, or in shards whose
     samples have a class index (cls)."""
     class_train_data: str | None = None
-    """Training images for knn and linear-probe, as --class-data."""
-    methods: tuple[Method, ...] = METHODS
-    """Methods for --class-data; knn and linear-probe need --class-train-data."""
+    """Training images, as --class-data, for nearest neighbours and a linear probe."""
     class_names: str | None = None
     """imagenet, or a text file with one name per line. Default: classnames.txt of the shards, or
     the folders' names."""
     templates: str | None = None
-    """Prompts for zero-shot: openai (80), simple (7), or a file with one per line, {} for the
-    name. Default: those that came with the shards, else openai."""
+    """Prompts: openai (80), simple (7), or a file with one per line, {} for the name. Default:
+    those that came with the shards, else openai."""
 
     device: str = "auto"
     """Device of the encoders: cpu, cuda, cuda:1 ...; auto is cuda if there is one. Under torchrun
@@ -93,17 +88,12 @@ class EvalConfig:
     """Worker processes that read and transform images; 0: the evaluation's own process does."""
 
 
-#: Settings that apply only together with another, and those that only some methods use.
+#: Settings that apply only together with another.
 _ONLY_WITH = {
     "model": ("pretrained",),
     "run": ("trust",),
     "val_data": ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
     "class_data": ("class_train_data", "class_names", "templates"),
-}
-_USED_BY = {
-    "class_train_data": ("knn", "linear-probe"),
-    "class_names": ("zero-shot",),
-    "templates": ("zero-shot",),
 }
 
 
@@ -130,13 +120,6 @@ def check(config: EvalConfig) -> None:
             raise UsageError(
                 "--weights: chooses between a run's weights; with --model use --pretrained"
             )
-    if not config.methods or (config.methods != METHODS and config.class_data is None):
-        raise UsageError(f"--methods: some of {', '.join(METHODS)}, only with --class-data")
-    for name, methods in _USED_BY.items():
-        if getattr(config, name) and not set(methods) & set(config.methods):
-            raise UsageError(f"{option(name)}: only with --methods {' or '.join(methods)}")
-    if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
-        raise UsageError(f"--methods {' '.join(config.methods)}: needs --class-train-data")
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +18,6 @@ from megabatch import files
 from megabatch.config.references import refuse_references
 from megabatch.data.glyphs import load_glyphs
 from megabatch.errors import UsageError, naming, plural
-from megabatch.evaluation.builtin import builtin_tasks
 from megabatch.evaluation.captions import GLYPHS, READING, open_val_data, reading_of
 from megabatch.evaluation.config import EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
@@ -29,8 +26,15 @@ from megabatch.evaluation.report.page import make_page
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
 from megabatch.evaluation.samples import open_labelled
 from megabatch.evaluation.table import KINDS
-from megabatch.evaluation.tasks import ClassTask, Entries, Matched, RetrievalTask, pairs_task
-from megabatch.evaluation.zeroshot import Prompts, read_names, read_templates
+from megabatch.evaluation.tasks import (
+    ClassTask,
+    Entries,
+    Matched,
+    RetrievalTask,
+    glyph_tasks,
+    pairs_task,
+)
+from megabatch.evaluation.zeroshot import read_prompts
 from megabatch.hints import option
 from megabatch.imports import named_extras
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
@@ -39,13 +43,6 @@ from megabatch.terminal import plain_console
 
 Task: TypeAlias = RetrievalTask | ClassTask
 OnFigures: TypeAlias = Callable[[dict[str, Any]], None]
-
-# Settings that ranks need not share: of the process, and paths, since each machine may have its own
-# copies.
-_OF_A_RANK = {
-    *("device", "workers", "output", "run", "pretrained", "val_data"),
-    *("class_data", "class_train_data", "class_names", "templates"),
-}
 
 
 @named_extras()
@@ -81,11 +78,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate; the first rank writes figures and a report to the output folder.
 
-    `val_data` is evaluated by retrieval, `class_data` by classification; `val_data="glyphs"` by the
-    built-in tasks (held-out faces among their own names, held-out characters among all names, and
-    scikit-learn's handwritten digits, which a model of glyphs has never seen). Without either, a
-    run is evaluated on the `val_data` that it was trained with or, if it was trained on the glyphs,
-    on these.
+    `val_data` is evaluated by retrieval ("glyphs" as held-out faces among their own names, and
+    held-out characters among all names), `class_data` by classification. Without either, a run is
+    evaluated on the `val_data` that it was trained with or, if it was trained on the glyphs, on
+    these.
 
     Args:
         config: the settings.
@@ -106,33 +102,34 @@ def evaluate(
     """
     started = time.perf_counter()
     console = console or plain_console(quiet=True)
-    several, writes = rank_and_size(group)[1] > 1, is_first(group)
-    plan = on_all_ranks(lambda: _prepare(config, several, writes), group)
-    check_ranks(config, plan.opened, plan.tasks, group)
-    for line in _description(plan, config):
+    opened, tasks = on_all_ranks(lambda: _open(config, group), group)
+    folder = config.output or opened.folder
+    assert folder is not None  # by `check`
+    check_ranks(config, opened, tasks, group)
+    device = choose_device(config.device, several=rank_and_size(group)[1] > 1)
+    for line in _description(opened, tasks):
         console.print(line)
-    plan.opened.towers.module.to(plan.device)
     title = f"evaluating {config.run or config.model}"
     with console.status(Text(title)) as status:  # as Text, since a string would be markup
         encoder = Encoder(
-            *(plan.opened.towers, plan.device, config.precision, config.batch_size),
-            *(config.workers, group, lambda words: status.update(Text(f"{title}: {words}"))),
+            *(opened.towers, device, config.precision, config.batch_size, config.workers, group),
+            lambda words: status.update(Text(f"{title}: {words}")),
         )
-        entries, shown = score_all(encoder, plan.tasks)
+        opened.towers.module.to(device)
+        entries, shown = score_all(encoder, tasks)
     evaluation = {
-        "run": _describe(plan.opened, encoder),
+        "run": _about(opened, device, config.precision),
         **entries,
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - started, 2),
     }
-    if writes:
+    if is_first(group):
         if on_figures is not None:
             on_figures(evaluation)
         text = json.dumps(evaluation, indent=2, ensure_ascii=False, allow_nan=False)
-        with contextlib.suppress(OSError):  # of an earlier evaluation, if this process dies now
-            (plan.folder / content.NAME).unlink()
-        write_atomically(plan.folder / "evaluation.json", text + "\n")
-        write_report(plan.folder, shown)
+        (folder / content.NAME).unlink(missing_ok=True)  # of an earlier evaluation
+        write_atomically(folder / "evaluation.json", text + "\n")
+        write_report(folder, shown)
     return evaluation
 
 
@@ -142,10 +139,9 @@ def score_all(encoder: Encoder, tasks: Sequence[Task]) -> tuple[dict[str, Entrie
     shown = []
     for task in tasks:
         found, matched = task.score(encoder)
+        shown.append(matched)
         for kind, entry in found.items():
             entries[kind][task.key] = entry
-        if matched is not None:
-            shown.append(matched)
     return entries, shown
 
 
@@ -155,39 +151,25 @@ def write_report(folder: Path, shown: Sequence[Matched]) -> None:
     write_atomically(folder / "report.html", make_page([folder]))
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """A checked evaluation: errors in a configuration are found before there is one."""
-
-    device: str
-    folder: Path
-    opened: Opened
-    tasks: list[Task]
-
-
-def _prepare(config: EvalConfig, several: bool, writes: bool) -> _Plan:
+def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task]]:
+    """Check the configuration, and open the model and the data."""
     check(config)
-    device = choose_device(config.device, several=several)
+    choose_device(config.device, several=rank_and_size(group)[1] > 1)
     if config.run is not None:
         opened = open_run(config.run, ema=config.weights == "ema", trust=config.trust)
     else:
-        assert config.model is not None  # by `check`, as is the folder
-        opened = open_model(config.model, config.pretrained)
+        opened = open_model(str(config.model), config.pretrained)
     folder = config.output or opened.folder
-    assert folder is not None
-    if writes and (problem := files.folder_problem(folder)):
+    if folder and is_first(group) and (problem := files.folder_problem(folder)):
         raise UsageError(f"--output {folder}: {problem}")
-    return _Plan(device, folder, opened, open_tasks(config, opened))
+    return opened, open_tasks(config, opened)
 
 
-def _description(plan: _Plan, config: EvalConfig) -> list[str]:
-    """Lines about the evaluation, with the files' notes and damage."""
-    opened = plan.opened
-    weights = str(opened.weights or "random weights")
-    if opened.step is not None:
-        weights += f", step {opened.step:,}"
-    lines = [f"{opened.towers.name} ({weights}) on {plan.device}, {config.precision}:"]
-    for task in plan.tasks:
+def _description(opened: Opened, tasks: Sequence[Task]) -> list[str]:
+    """Lines about the model and the data, with the files' notes and damage."""
+    step = "" if opened.step is None else f", step {opened.step:,}"
+    lines = [f"{opened.towers.name} ({opened.weights or 'random weights'}{step}):"]
+    for task in tasks:
         lines.append(f"  {task.title}: {plural(len(task.samples), task.samples.first)}")
         lines += [f"  note: {line}" for line in task.samples.notes]
         lines += [f"  damaged: {line}" for line in task.samples.damage]
@@ -195,39 +177,30 @@ def _description(plan: _Plan, config: EvalConfig) -> list[str]:
 
 
 def check_ranks(config: EvalConfig, opened: Opened, tasks: Sequence[Task], group: object) -> None:
-    """Raise a UsageError, on all ranks, if their settings, weights or data differ.
+    """Raise a UsageError, on all ranks, if their settings, weights or numbers of samples differ.
 
     Each rank reads the files for itself and encodes its own part: with other files than rank 0's,
     some samples would count twice and others not at all.
     """
     if rank_and_size(group)[1] == 1:
         return
-    shared = [f.name for f in fields(config) if f.name not in _OF_A_RANK]
-    facts: dict[str, Any] = {option(name): str(getattr(config, name)) for name in shared}
-    facts["number of samples"] = [len(task.samples) for task in tasks]
-    for task in tasks:
-        if isinstance(task, ClassTask):
-            train = task.train and (len(task.train), task.train.classes)
-            prompts = task.prompts and task.prompts.texts()
-            data = repr((task.samples.classes, prompts, train))
-            facts["checksum of classes, prompts and training images"] = zlib.crc32(data.encode())
-    if opened.weights is not None:
-        checksum = 0
-        for tensor in opened.towers.module.state_dict().values():
-            data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            checksum = zlib.crc32(data, checksum)
-        facts["checksum of the weights"] = checksum
-    found = all_gather_values(facts, group)
-    for rank, of_rank in enumerate(found):
-        for name, value in of_rank.items():
-            if value != found[0][name]:
-                raise UsageError(
-                    f"{name}: {value} on rank {rank}, {found[0][name]} on rank 0; expected the "
-                    "same on all of them"
-                )
+    facts = {option(name): str(value) for name, value in vars(config).items()}
+    for name in ("device", "workers", "output"):
+        del facts[option(name)]
+    facts |= {f"number of samples of {task.key}": str(len(task.samples)) for task in tasks}
+    checksum = 0
+    for tensor in opened.towers.module.state_dict().values():
+        data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+        checksum = zlib.crc32(data, checksum)
+    facts["checksum of the weights"] = str(checksum)
+    of_ranks = all_gather_values(facts, group)
+    for name in facts:
+        values = [found[name] for found in of_ranks]
+        if len(set(values)) > 1:
+            raise UsageError(f"{name}: {', '.join(values)} by rank; expected the same on all")
 
 
-def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
+def _about(opened: Opened, device: str, precision: str) -> dict[str, Any]:
     weights = opened.weights
     if weights is not None and opened.folder is not None:
         weights = weights.relative_to(opened.folder)
@@ -237,8 +210,8 @@ def _describe(opened: Opened, encoder: Encoder) -> dict[str, Any]:
         "weights": "random" if weights is None else weights.as_posix(),
         "step": opened.step,
         "train_data": opened.config.get("train_data"),
-        "device": encoder.device,
-        "precision": encoder.precision,
+        "device": device,
+        "precision": precision,
         "torch": torch.__version__,
     }
 
@@ -259,10 +232,10 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
             raise UsageError(f"{option(name)}: {opened.towers.name} takes {takes}")
     val_data = config.val_data
     if val_data is None and config.class_data is None:
-        val_data = _own_data(config, opened)
+        val_data = _own_data(opened, config.trust)
     tasks: list[Task] = []
     if val_data == GLYPHS and not of_texts:
-        tasks += builtin_tasks(load_glyphs())
+        tasks += glyph_tasks(load_glyphs())
     elif val_data is not None:
         given = {name: getattr(config, setting) for name, setting in READING.items()}
         reading = reading_of(opened.config)
@@ -271,15 +244,20 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
             samples = open_val_data(val_data, opened.towers.name, opened.towers.first, reading)
         tasks.append(pairs_task(val_data, samples))
     if config.class_data is not None:
-        tasks.append(_class_task(config, config.class_data))
+        with naming("--class-data"):
+            test = open_labelled(config.class_data)
+        with naming("--class-train-data"):
+            train = config.class_train_data and open_labelled(config.class_train_data)
+        prompts = read_prompts(config.class_names, config.templates, test)
+        tasks.append(ClassTask("classes", config.class_data, "", test, prompts, train or None))
     return tasks
 
 
-def _own_data(config: EvalConfig, opened: Opened) -> str:
+def _own_data(opened: Opened, trust: bool) -> str:
     """The held-out pairs of a run for which no data are named.
 
     Raises:
-        UsageError: it has none.
+        UsageError: it has none, or they are a command to run, which needs `trust`.
     """
     train_data = opened.config.get("train_data")
     own = opened.config.get("val_data", GLYPHS if train_data == GLYPHS else None)
@@ -288,22 +266,6 @@ def _own_data(config: EvalConfig, opened: Opened) -> str:
             f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
             "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
         )
-    if not config.trust:
+    if not trust:
         refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
     return str(own)
-
-
-def _class_task(config: EvalConfig, class_data: str) -> ClassTask:
-    with naming("--class-data"):
-        test = open_labelled(class_data)
-    train = prompts = None
-    if config.class_train_data is not None:
-        with naming("--class-train-data"):
-            train = open_labelled(config.class_train_data)
-    if "zero-shot" in config.methods:
-        names = read_names(config.class_names, test.classes, test.n_classes)
-        worded_by = config.templates or str(test.templates or "openai")
-        named_by = config.class_names or "those of the data"
-        source = f"from {worded_by}; class names: {named_by}"
-        prompts = Prompts(names, read_templates(worded_by), source)
-    return ClassTask("classes", class_data, "", test, prompts, train, config.methods)

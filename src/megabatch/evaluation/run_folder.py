@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,10 +145,9 @@ def _step_of(weights: Path, folder: Path) -> int | None:
     Final weights are removed before the first step of a run that goes on, so they are those of the
     newest checkpoint.
     """
-    checkpoints = [weights.parent]
-    if weights.parent == folder:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # if it is RUN/best
-            return int(json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"])
-        checkpoints = list(folder.glob("checkpoints/step-*"))
-    numbers = [checkpoint.name.removeprefix("step-") for checkpoint in checkpoints]
-    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+    best = folder / "best.json"
+    if best.is_file():
+        return int(json.loads(best.read_text(encoding="utf-8"))["step"])
+    newest = max(folder.glob("checkpoints/step-*"), default=None)
+    checkpoint = newest if weights.parent == folder else weights.parent
+    return None if checkpoint is None else int(checkpoint.name.removeprefix("step-"))

@@ -6,15 +6,16 @@ entries of `evaluation.json`: figures of the model, by method, next to those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from megabatch.data.glyphs import GlyphSet
 from megabatch.errors import UsageError
-from megabatch.evaluation.config import METHODS
+from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Embedded, Encoder
 from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
 from megabatch.evaluation.retrieval import (
@@ -137,6 +138,17 @@ def pairs_task(title: str, samples: Samples) -> RetrievalTask:
     return RetrievalTask("pairs", title, note, samples)
 
 
+def glyph_tasks(glyphs: GlyphSet) -> list[RetrievalTask]:
+    """Held-out faces among their own names, and held-out characters among all names."""
+    faces, characters = (CaptionedPairs(glyphs.split(s)) for s in ("faces", "characters"))
+    own = "Images of two faces that training never saw, among all names of these images."
+    all_names = "Images of characters whose names training never saw, among the names of all."
+    return [
+        RetrievalTask("faces", "held-out faces", own, faces),
+        RetrievalTask("characters", "held-out characters", all_names, characters, glyphs.names),
+    ]
+
+
 # Classification.
 
 
@@ -144,8 +156,8 @@ def pairs_task(title: str, samples: Samples) -> RetrievalTask:
 class ClassTask:
     """Images to be classified.
 
-    prompts: for zero-shot classification, None to leave it out. train: training images for the
-    other two methods, None to leave them out. methods: those of METHODS that are wanted.
+    prompts: for zero-shot classification. train: training images for nearest neighbours and a
+    linear probe, None to leave these out.
 
     Raises:
         UsageError: the training images lack a class.
@@ -155,58 +167,41 @@ class ClassTask:
     title: str
     note: str
     samples: Labelled
-    prompts: Prompts | None = None
+    prompts: Prompts
     train: Labelled | None = None
-    methods: Sequence[str] = METHODS
 
     def __post_init__(self) -> None:
         if self.train is not None:
             train_labels(self.samples, self.train)  # before anything is embedded
 
-    def score(self, encoder: Encoder) -> tuple[Entries, Matched | None]:
-        """Classify by each requested method; the images and classes if zero-shot is one of them."""
+    def score(self, encoder: Encoder) -> tuple[Entries, Matched]:
+        """Classify zero-shot and, if there are training images, by these."""
         images = encoder.embed(self.samples, self.title)
-        entries: Entries = {}
-        matched = None
-        if self.prompts is not None:
-            entries["zero_shot"], matched = self._zero_shot(encoder, images, self.prompts)
-        if self.train is not None:
-            entries["classification"] = self._train(encoder, images, self.train)
-        return entries, matched
-
-    def _zero_shot(
-        self, encoder: Encoder, images: Embedded, prompts: Prompts
-    ) -> tuple[dict[str, Any], Matched]:
         labels = torch.tensor(images.targets, device=encoder.device)
-        classes = class_features(encoder.texts, prompts)
-        model = accuracy(lambda x: x @ classes.T, images.features, labels, encoder.group)
-        entry = self._entry(images, len(classes), f"{self.note} Templates: {prompts}.")
+        classes = class_features(encoder.texts, self.prompts)
+        entry = self._entry(images, len(classes), f"{self.note} Templates: {self.prompts}.")
+        entry["model"] = accuracy(lambda x: x @ classes.T, images.features, labels, encoder.group)
+        entries = {"zero_shot": entry}
+        if self.train is not None:
+            entries["classification"] = self._score_trained(encoder, images, self.train)
         answers = answers_by_ids(labels, torch.arange(len(classes), device=encoder.device))
-        matched = images.indices, images.features, list(prompts.names), classes, answers
-        return {**entry, "model": model}, Matched(self.title, self.samples, *matched)
+        matched = images.indices, images.features, list(self.prompts.names), classes, answers
+        return entries, Matched(self.title, self.samples, *matched)
 
-    def _train(self, encoder: Encoder, images: Embedded, train: Labelled) -> dict[str, Any]:
+    def _score_trained(self, encoder: Encoder, images: Embedded, train: Labelled) -> dict[str, Any]:
         known = encoder.embed(train, f"{self.title}, training images")
-        device, group, n_classes = encoder.device, encoder.group, train.n_classes
+        device, n_classes = encoder.device, train.n_classes
         labels = train_labels(self.samples, train)[torch.tensor(images.targets)].to(device)
         data = known.features, torch.tensor(known.targets, device=device), n_classes
-        note = f"{len(known.targets):,} training images."
-        found = {}
-        if "knn" in self.methods:
-            votes = neighbour_votes(*data)
-            found["neighbours"] = accuracy(votes, images.features, labels, group)
-        if "linear-probe" in self.methods:
-            probe, c = choose_and_fit(*data, group)
-            found["probe"] = accuracy(probe, images.features, labels, group)
-            note += f" Linear probe: C = {c:.3g}, chosen on a fifth of them, then fitted to all."
+        probe, c = choose_and_fit(*data)
+        note = f"{len(known.targets):,} training images. Linear probe: C = {c:g}, the best of "
+        note += "thirteen for a fifth of them, then fitted to all."
         entry = self._entry(images, n_classes, note)
         entry["damage"] += train.damage
-        return {
-            **entry,
-            "train_images": len(known.targets),
-            **known.left_out("train_"),
-            **found,
-        }
+        entry |= {"train_images": len(known.targets), **known.left_out("train_")}
+        for name, scores in (("neighbours", neighbour_votes(*data)), ("probe", probe)):
+            entry[name] = accuracy(scores, images.features, labels, encoder.group)
+        return entry
 
     def _entry(self, images: Embedded, n_classes: int, note: str) -> dict[str, Any]:
         chances = [min(1.0, k / n_classes) for k in TOPS] + [1 / n_classes]

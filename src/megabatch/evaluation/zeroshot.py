@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.errors import UsageError
-from megabatch.evaluation.samples import read_lines
+from megabatch.evaluation.samples import Labelled, read_lines
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,28 @@ def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Pro
     return F.normalize(features.unflatten(0, (len(prompts.names), -1)).mean(1), dim=-1)
 
 
-def read_templates(choice: str) -> tuple[str, ...]:
-    """Read templates with `{}` where the class name goes.
+def read_prompts(class_names: str | None, templates: str | None, test: Labelled) -> Prompts:
+    """The prompts for labelled images.
 
     Args:
-        choice: "openai", the 80 that CLIP was evaluated with on ImageNet; "simple", the 7 of them
-            that do nearly as well; or a text file with one per line, `{}` or `{c}` for the name.
+        class_names: "imagenet", OpenCLIP's names of ImageNet's 1,000 classes; a text file with one
+            name per line, in the order of the classes; None for the names of the images, with
+            spaces for underscores.
+        templates: "openai", the 80 that CLIP was evaluated with on ImageNet; "simple", the 7 of
+            them that do nearly as well; a text file with one per line, `{}` or `{c}` for the name;
+            None for those that came with the images, or else "openai".
+        test: the images.
 
     Raises:
-        UsageError: there is no such file, or a line has no placeholder.
+        UsageError: there is no such file, a class has no name, the number of names is wrong, or a
+            template has no placeholder.
     """
+    worded_by = templates or str(test.templates or "openai")
+    source = f"from {worded_by}; class names: {class_names or 'those of the data'}"
+    return Prompts(_names(class_names, test), _templates(worded_by), source)
+
+
+def _templates(choice: str) -> tuple[str, ...]:
     if choice in ("openai", "simple"):
         import open_clip
 
@@ -68,25 +80,11 @@ def read_templates(choice: str) -> tuple[str, ...]:
     return lines
 
 
-def read_names(
-    choice: str | None, classes: Sequence[str] | None, n_classes: int
-) -> tuple[str, ...]:
-    """Read the name of each class.
-
-    Args:
-        choice: "imagenet", OpenCLIP's names of ImageNet's 1,000 classes; a text file with one name
-            per line, in the order of the classes; None for `classes` with spaces for underscores.
-        classes: the folders' names, or names that came with the data; None if classes only have
-            numbers.
-        n_classes: the number of classes.
-
-    Raises:
-        UsageError: there is no such file, a class has no name, or the number of names is wrong.
-    """
+def _names(choice: str | None, test: Labelled) -> tuple[str, ...]:
     if choice is None:
-        if classes is None:
+        if test.classes is None:
             raise UsageError("the shards have no classnames.txt: give names by --class-names")
-        names = [name.replace("_", " ").strip() or name for name in classes]
+        names = [name.replace("_", " ").strip() or name for name in test.classes]
     elif choice == "imagenet":
         import open_clip
 
@@ -95,8 +93,9 @@ def read_names(
         raise UsageError(f"--class-names {choice}: expected imagenet or a text file, a name a line")
     else:
         names = read_lines(Path(choice))
-    if len(names) != n_classes:
+    if len(names) != test.n_classes:
         raise UsageError(
-            f"--class-names {choice}: {len(names)} names, but the data have {n_classes} classes"
+            f"--class-names {choice}: {len(names)} names, but the data have {test.n_classes} "
+            "classes"
         )
     return tuple(names)

@@ -25,7 +25,7 @@ from megabatch.models import ModelOptions, create
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
-# Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
+# Evaluation needs matplotlib and jinja2, so it is imported only if requested.
 
 
 def problems(config: TrainConfig, first: str) -> list[str]:
@@ -38,8 +38,6 @@ def problems(config: TrainConfig, first: str) -> list[str]:
     try:
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data in (None, "glyphs"):  # digits, too
-                importlib.import_module("sklearn.datasets")
     except MissingLibrary as missing:
         return [f"--evaluate: {missing}"]
     if config.val_data in (None, "glyphs"):

@@ -63,15 +63,18 @@ def _examples(
     ranks = 1 + placed.above + (placed.equal / (placed.tied + 1)).ceil().long()
     k = min(_ANSWERS, len(candidates))
     top = topk(queries[drawn], candidates, k, group="local")
-    lists = (t.tolist() for t in (drawn, ranks, placed.best, *top))
     examples = []
-    for position, rank, best, cosines, columns in zip(*lists, strict=True):
-        rights = set(right.of_row(position).tolist())
+    for position, rank, cosines, columns in zip(
+        *(numbers.tolist() for numbers in (drawn, ranks, *top)), strict=True
+    ):
         found = [*zip(range(1, k + 1), columns, cosines, strict=True)]
-        if not rights & set(columns):
-            found.append((rank, best, float(queries[position] @ candidates[best])))
+        rights = right.of_row(position)
+        is_right = {*rights.tolist()}
+        if is_right.isdisjoint(columns):
+            cosine, best = (candidates[rights] @ queries[position]).max(0)
+            found.append((rank, int(rights[best]), float(cosine)))
         answers = [
-            {"rank": rank, "right": column in rights, "cosine": cosine, **answer(task, column)}
+            {"rank": rank, "right": column in is_right, "cosine": cosine, **answer(task, column)}
             for rank, column, cosine in found
         ]
         examples.append({**query(task, position), "rank": rank, "answers": answers})
