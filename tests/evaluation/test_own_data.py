@@ -95,7 +95,7 @@ def test_labelled_images_are_classed_by_all_methods(run: Path, tmp_path: Path) -
     assert not (run / "evaluation.json").exists()
     page = Page((out / "report.html").read_text())
     assert page.open == []
-    for text in ("linear probe", "nearest neighbours", "mean per class", "Templates: “{}”", "C ="):
+    for text in ("probe", "neighbours", "mean per class", "Templates: “{}”", "C ="):
         assert text in page.text
     assert "1 × undecodable image" in page.text
     assert len(page.pictures_of) >= 8

@@ -20,10 +20,8 @@ from PIL import Image
 from megabatch.cli import main
 from megabatch.data.glyphs import GlyphSet
 from megabatch.errors import UsageError
-from megabatch.evaluation.report import charts
-from megabatch.evaluation.report.charts import series
 from megabatch.evaluation.report.content import encode, galleries
-from megabatch.evaluation.report.page import make_page
+from megabatch.evaluation.report.page import COLOURS, curves_chart, make_page, series
 from megabatch.evaluation.retrieval import answers_by_ids, answers_by_pairs
 from megabatch.evaluation.run import write_report
 from megabatch.evaluation.samples import Sample, Samples
@@ -139,7 +137,6 @@ def test_pairs_of_texts_have_no_pictures_and_are_cut_if_long() -> None:
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA", "P", "1", "I;16"])
 def test_pictures_of_any_mode_become_small(mode: str) -> None:
     picture = encode(Image.new(mode, (300, 150)))
-    assert not picture["small"]
     assert len(picture["data"]) < 12_000
     with Image.open(io.BytesIO(base64.b64decode(picture["data"]))) as decoded:
         assert decoded.size == (128, 64)
@@ -149,7 +146,7 @@ def test_pictures_of_any_mode_become_small(mode: str) -> None:
 def test_small_pictures_keep_their_pixels() -> None:
     pixels = np.arange(1024, dtype=np.uint8).reshape(32, 32)
     picture = encode(Image.fromarray(pixels))
-    assert picture["small"]
+    assert picture["kind"] == "png"
     with Image.open(io.BytesIO(base64.b64decode(picture["data"]))) as decoded:
         assert np.array_equal(np.asarray(decoded), pixels)
 
@@ -165,32 +162,28 @@ def texts(chart: Markup) -> list[str]:
     return ["".join(e.itertext()) for e in svg.iter() if e.tag.endswith("text")]
 
 
-CURVE = np.array([[0.0, 4, 4, 4], [1, 2, 2, 2], [2, 1, 0.9, 1.1]])
+CURVE = np.array([[0.0, 4], [1, 2], [2, 1]])
 
 
 def test_curves_have_the_colours_of_their_runs_and_ids_of_their_own() -> None:
-    chart = charts.curves_chart("loss", {0: CURVE, 2: CURVE[:2]}, "pairs seen")
+    chart = curves_chart("loss", {0: CURVE, 2: CURVE[:2]}, "pairs seen")
     assert "pairs seen" in texts(chart)
     assert "currentColor" in chart
-    assert [colour in chart for colour in charts.COLOURS[:3]] == [True, False, True]
+    assert [colour in chart for colour in COLOURS[:3]] == [True, False, True]
     assert 'aria-label="loss, from 4 to 1; from 4 to 2"' in chart
-    drawn = [charts.curves_chart(title, {0: CURVE}, "step") for title in ("loss", "norm", "loss")]
+    drawn = [curves_chart(title, {0: CURVE}, "step") for title in ("loss", "norm", "loss")]
     references = [set(re.findall(r"[(\"]#([a-z0-9]+)", svg)) for svg in drawn]
     assert references[0]
     assert not references[0] & references[1]
     assert drawn[0] == drawn[2]
 
 
-def test_a_long_curve_is_averaged_within_its_bounds_and_gaps_are_left() -> None:
+def test_gaps_of_a_curve_are_left_out_and_a_long_one_takes_little_space() -> None:
     records = [{"step": 1, "loss": float("nan")}, {"step": 2, "loss": None}, {"step": 3, "loss": 5}]
-    assert series(records, "loss").tolist() == [[3, 5, 5, 5]]
+    assert series(records, "loss").tolist() == [[3, 5]]
     assert len(series(records, "lr")) == len(series(records, "loss", "samples")) == 0
-    records = [{"step": i, "loss": float(i % 7)} for i in range(1, 50_001)]
-    steps, values, low, high = series(records, "loss").T
-    assert len(steps) == 600
-    assert np.all(np.diff(steps) > 0)
-    assert (low.min(), high.max()) == (0, 6)
-    assert np.all((low <= values) & (values <= high))
+    long = np.stack([np.arange(50_000), np.random.default_rng(0).normal(size=50_000)], axis=1)
+    assert len(curves_chart("loss", {0: long}, "step")) < 60_000
 
 
 # Pages.
@@ -269,9 +262,6 @@ def test_the_page_has_every_part_escapes_all_texts_and_loads_nothing(evaluated: 
     assert page.pictures_of
     assert all(source.startswith(("data:image/", "#")) for source in page.sources)
     assert not re.search(r"url\((?!#)|@import|https?://(?!www\.w3\.org)", html)
-    links = {source[1:] for source in page.sources if source.startswith("#")}
-    assert {"figures", "training", "task-1", "task-2", "settings"} <= links
-    assert links <= set(page.attributes["id"])
     for text in ("4,096", "10,000", "R@10", "top-5", "Image → text", "Text → image"):
         assert text in page.text
     for start in ("loss, from 6 to 2", "learning rate,", "gradient norm,", "logit scale (1 / temp"):
@@ -364,9 +354,6 @@ def test_curves_figures_and_settings_are_compared(tmp_path: Path) -> None:
     assert "held-out, image → text: 8 among 8 R@1 R@5 R@10 median rank" in got
     assert "a has figures of earlier weights: evaluated at step 2, trained to" in page.text
     assert "b, model 75.00% 75.00% 75.00% 3.2" in got
-    best = [part.split("<")[0] for part in html.split('<td class="best">')[1:]]
-    # Both directions, then the accuracies, whose top-5 does not differ.
-    assert best == [*(["75.00%"] * 3 + ["3.2"]) * 2, "75.00%", "75.00%"]
 
 
 def test_runs_of_one_name_are_told_apart_and_names_are_escaped(tmp_path: Path) -> None:
@@ -404,7 +391,7 @@ def test_a_run_s_page_and_a_comparison_are_written(
         ([], "RUN: needed, but not given"),
         (["a", "b"], "--output: needed to compare several runs"),
         (["missing"], "missing is not a folder"),
-        (["a", "--output", "empty"], "--output empty: is a folder"),
+        (["a", "--output", "empty"], "empty cannot be written: Is a directory"),
         (["a", "--output", "a/config.toml/x.html"], "a/config.toml/x.html cannot be written: "),
         (["a", "empty", "--output", "x.html"], "empty is not a run: it has neither config.toml"),
     ],

@@ -11,12 +11,7 @@ from rich.table import Table
 
 from megabatch.terminal import plain_console
 
-CONTENDERS = {
-    "model": "model",
-    "neighbours": "nearest neighbours",
-    "probe": "linear probe",
-    "chance": "chance",
-}
+CONTENDERS = ("model", "neighbours", "probe", "chance")
 # Figures by their headings.
 RETRIEVAL = {
     "R@1": "recall@1",
@@ -99,12 +94,12 @@ def print_evaluation(evaluation: dict[str, Any], console: Console | None = None)
     for group in groups(evaluation):
         console.print(group.heading, style="bold")
         table = Table(box=None, padding=(0, 2), header_style="")
-        table.add_column("", no_wrap=True, min_width=max(map(len, CONTENDERS.values())))
+        table.add_column("", no_wrap=True, min_width=max(map(len, CONTENDERS)))
         for column in group.columns:
             table.add_column(column, justify="right", no_wrap=True, min_width=8)
         for name, values in group.rows.items():
             cells = map(cell, group.columns, values)
-            table.add_row(CONTENDERS[name], *cells, style="dim" if name == "chance" else None)
+            table.add_row(name, *cells, style="dim" if name == "chance" else None)
         console.print(table)
     for line in dict.fromkeys(x for task in entries_of(evaluation) for x in left_out(task)):
         console.print(f"left out: {line}", style="yellow")

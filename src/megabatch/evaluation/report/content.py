@@ -85,29 +85,23 @@ def _image(task: Matched, position: int) -> dict[str, Any]:
     """A first element as an entry: a text, or an image with the first of its right texts."""
     first = task.samples[task.indices[position]].image
     if isinstance(first, str):
-        return {"text": cut(first), "picture": None}
+        return {"text": first[:_LONGEST], "picture": None}
     text = task.texts[int(task.answers.there.of_row(position)[0])]
-    return {"text": cut(text), "picture": encode(first)}
+    return {"text": text[:_LONGEST], "picture": encode(first)}
 
 
 def _text(task: Matched, position: int) -> dict[str, Any]:
     """A text as an entry, with the first of its evaluated images."""
     images = task.answers.back.of_row(position)
     picture = _image(task, int(images[0]))["picture"] if len(images) else None
-    return {"text": cut(task.texts[position]), "picture": picture}
+    return {"text": task.texts[position][:_LONGEST], "picture": picture}
 
 
-def cut(text: str) -> str:
-    """The text, cut off if it is very long."""
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
-
-
-def encode(image: Image.Image) -> dict[str, Any]:
+def encode(image: Image.Image) -> dict[str, str]:
     """Reduce an image to at most 128 pixels per side, as JPEG; a small one is kept as PNG."""
-    small = max(image.size) <= _SMALL
+    kind, buffer = "png" if max(image.size) <= _SMALL else "jpeg", io.BytesIO()
     image = image.copy() if image.mode in ("L", "RGB") else image.convert("RGB")
     image.thumbnail((_LARGEST, _LARGEST))
-    kind, buffer = "png" if small else "jpeg", io.BytesIO()
     image.save(buffer, format=kind, optimize=True, quality=80)
     data = base64.b64encode(buffer.getvalue()).decode()
-    return {"kind": kind, "data": data, "small": small}
+    return {"kind": kind, "data": data}
