@@ -10,8 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from megabatch.config.settings import resolve_device
 from megabatch.errors import UsageError, one_line
-from megabatch.hints import Interval, option, settings_of
-from megabatch.options import Positional
+from megabatch.hints import Interval, Positional, option, settings_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -101,8 +100,7 @@ def check(config: EvalConfig) -> None:
     """Refuse an impossible configuration before anything is read; UsageError names the setting."""
     for name, setting in settings_of(EvalConfig).items():
         value = getattr(config, name)
-        expected = setting.expected(value) if setting.accepts(value) else setting.wanted(value)
-        if expected:
+        if expected := setting.problem(value):
             raise UsageError(f"{option(name)} {value}: expected {expected}")
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")

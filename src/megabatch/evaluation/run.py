@@ -260,7 +260,7 @@ def _own_data(opened: Opened, trust: bool) -> str:
         UsageError: it has none, or they are a command to run, which needs `trust`.
     """
     train_data = opened.config.get("train_data")
-    own = opened.config.get("val_data", GLYPHS if train_data == GLYPHS else None)
+    own = opened.config.get("val_data") or (GLYPHS if train_data == GLYPHS else None)
     if own is None:
         raise UsageError(
             f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "

@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -29,7 +29,6 @@ from megabatch.ranks import (
     on_all_ranks,
     raise_on_all_ranks,
 )
-from megabatch.similarity import set_abort_on_lost_rank
 
 T = TypeVar("T")
 
@@ -128,12 +127,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
         UsageError: the environment or the device is not usable, or the other ranks do not come.
     """
     rank, size, local_rank = place(os.environ)
-    device = torch.device("cpu")
     if size == 1:
-        # For an invalid name the CPU: `problems` reports it with all others.
-        with suppress(ValueError):
-            device = resolve_device(config.device)
-        yield World(device)
+        yield World(resolve_device(config.device))
         return
     try:
         device = _device_of(config.device, local_rank)
@@ -161,12 +156,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
             f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']}: {one_line(error, 400)}"
         ) from error
-    before = set_abort_on_lost_rank(True)  # the launcher then stops the others, or restarts all
-    try:
-        yield world
-        leave()  # not after an error: it would wait for ranks that may be gone
-    finally:
-        set_abort_on_lost_rank(before)
+    yield world
+    leave()  # not after an error: it would wait for ranks that may be gone
 
 
 def leave() -> None:
@@ -212,10 +203,7 @@ def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def _device_of(name: str, local_rank: int) -> torch.device:
-    try:
-        device = resolve_device(name)
-    except ValueError as error:
-        raise UsageError(f"--device {error}") from error
+    device = resolve_device(name)
     if device.type != "cuda":
         return device
     if device.index is not None:
