@@ -161,18 +161,6 @@ def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> Non
             open_captioned(f"{shards}::{one}")
 
 
-def test_columns_are_named_as_in_the_training_data() -> None:
-    trained = {"csv_img_key": "photo", "csv_caption_key": "said::title", "csv_separator": ";"}
-    for train_data, caption in (("a.jsonl::b.csv", None), ("a.jsonl", "said::title")):
-        assert reading_of({**trained, "train_data": train_data}) == {
-            "image_column": "photo",
-            "query_column": None,
-            "caption_column": caption,
-            "separator": ";",
-        }
-    assert set(reading_of({}).values()) == {None}
-
-
 def test_pairs_of_another_kind_are_refused(tmp_path: Path) -> None:
     texts = write_lines(tmp_path / "texts.jsonl", [{"asked": "a", "answer": "b"}])
     reading = reading_of({"csv_query_key": "asked"})

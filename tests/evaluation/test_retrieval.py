@@ -122,8 +122,8 @@ def test_recall_is_the_mean_over_all_orders_of_the_tied_columns() -> None:
     orders = list(itertools.permutations(["wrong"] * wrong + ["right"] * right))
     for k in range(1, 8):
         hits = [("right" in order[: max(0, k - above)]) for order in orders]
-        got = answered_within(*(torch.tensor([v]) for v in (above, wrong, right)), ks=[k])
-        assert float(got[k]) == pytest.approx(statistics.fmean(hits), abs=1e-12)
+        got = answered_within(*(torch.tensor([v]) for v in (above, wrong, right)), k)
+        assert float(got) == pytest.approx(statistics.fmean(hits), abs=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

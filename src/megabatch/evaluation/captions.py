@@ -11,7 +11,6 @@ from typing import Any
 
 from megabatch.data import open_pairs
 from megabatch.data.grey import is_grey_folder
-from megabatch.data.mixture import SEPARATOR
 from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image, decoded
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.errors import UsageError
@@ -20,7 +19,7 @@ from megabatch.evaluation.samples import Sample, Samples
 GLYPHS = "glyphs"  # as `val_data`: the built-in tasks
 
 # Arguments of `open_captioned`, and the settings that give them.
-READING = {
+_READING = {
     "image_column": "csv_img_key",
     "query_column": "csv_query_key",
     "caption_column": "csv_caption_key",
@@ -28,19 +27,9 @@ READING = {
 }
 
 
-def reading_of(trained: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run read its training data, as far as that applies to other data.
-
-    Args:
-        trained: the run's settings; empty if there is no run.
-
-    Returns:
-        The arguments of `open_captioned`, but no column names that differ between several training
-        sources.
-    """
-    reading = {option: trained.get(name) for option, name in READING.items()}
-    several = SEPARATOR in (trained.get("train_data") or "")
-    return {k: None if several and SEPARATOR in (v or "") else v for k, v in reading.items()}
+def reading_of(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """How tables are read by a run's or an evaluation's settings: arguments of `open_captioned`."""
+    return {argument: settings.get(name) for argument, name in _READING.items()}
 
 
 def open_val_data(val_data: str, model: str, first: str, reading: Mapping[str, Any]) -> Samples:
@@ -56,8 +45,7 @@ def open_val_data(val_data: str, model: str, first: str, reading: Mapping[str, A
         UsageError: the data cannot be opened, or are not of the kind that the model takes.
     """
     unused = "query_column" if first == "image" else "image_column"
-    options = {option: value for option, value in reading.items() if option != unused}
-    samples = open_captioned(val_data, **options)
+    samples = open_captioned(val_data, **{**reading, unused: None})
     if samples.first != first:
         raise UsageError(f"{model} takes {first}s with texts, but {val_data} has {samples.first}s")
     return samples
@@ -93,8 +81,10 @@ def open_captioned(
         )
     if not is_table[0]:
         return CaptionedPairs(open_pairs(spec))
-    columns = image_column, query_column, caption_column, separator
-    return JoinedRows(find_files(spec), *columns)
+    from megabatch.data.tables import Wanted, open_tables  # needs pyarrow
+
+    wanted = Wanted(image_column, query_column, caption_column, separator, lists=True)
+    return JoinedRows(open_tables(find_files(spec), wanted))
 
 
 def _is_table(source: str) -> bool:
@@ -145,24 +135,10 @@ class JoinedRows(Samples):
 
     The same name is the same image if it is looked for in the same folders. A row that cannot be
     used is a sample of its own, a bad one. Second texts that are equal are one.
-
-    Raises:
-        UsageError: as for TablePairs; no table has a row, or one has images and another texts.
     """
 
-    def __init__(
-        self,
-        paths: list[Path],
-        image: str | None,
-        query: str | None,
-        caption: str | None,
-        separator: str | None,
-    ) -> None:
-        from megabatch.data.tables import TablePairs, Wanted, open_tables  # needs pyarrow
-
-        wanted = Wanted(image, query, caption, separator, lists=True)
-        opened = open_tables(paths, wanted)
-        self.tables: list[TablePairs] = getattr(opened, "datasets", [opened])
+    def __init__(self, rows: PairDataset) -> None:
+        self.tables: list[Any] = getattr(rows, "datasets", [rows])
         self.first = self.tables[0].first
         self.damage = [line for table in self.tables for line in table.damage]
         self.notes = [line for table in self.tables for line in table.notes]

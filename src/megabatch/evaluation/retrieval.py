@@ -98,20 +98,10 @@ def answers_by_pairs(rows: Tensor, columns: Tensor, m: int, n: int) -> Answers:
     return Answers(one_way(rows, columns, m), one_way(columns, rows, n))
 
 
-class Placed(NamedTuple):
-    """The columns that compete with each row's best right one, int64 (m,) each.
-
-    above, equal: the wrong columns that score higher than it, and the same; tied: the right ones
-    that score the same, itself included.
-    """
-
-    above: Tensor
-    equal: Tensor
-    tied: Tensor
-
-
-def place(x: Tensor, y: Tensor, right: Right, group: object = "local") -> Placed:
-    """Place each row's best right column among the wrong ones; each row must have a right one.
+def place(
+    x: Tensor, y: Tensor, right: Right, group: object = "local"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Each row's `above`, `equal` and `tied`, int64 (m,); each row must have a right column.
 
     The scores are computed twice, block by block: to find the best right one, then to count. Both
     times a score is of the same block of the same product, so rounding cannot separate equal ones.
@@ -129,7 +119,8 @@ def place(x: Tensor, y: Tensor, right: Right, group: object = "local") -> Placed
         blocks = list(_right_blocks(right.of(rows), len(y), width))
         with settings.without_autocast(x):
             found.append(_place_block(x[rows], y, blocks))
-    return Placed(*all_gather_rows(torch.cat(found), group).unbind(1))
+    above, equal, tied = all_gather_rows(torch.cat(found), group).unbind(1)
+    return above, equal, tied
 
 
 def _right_blocks(right: Right, n: int, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -242,7 +233,7 @@ def metrics_by_answers(
     for name, queries, columns, right in zip(ways, (x, y), (y, x), answers, strict=True):
         some = _answerable(name, right)
         placed = place(queries[some], columns, right.of(some), group)
-        metrics |= _summarise(name, placed.above, placed.equal, placed.tied, ks)
+        metrics |= _summarise(name, *placed, ks)
     return metrics
 
 
@@ -264,32 +255,24 @@ def _summarise(
     """The figures of one direction from each query's counts, int64 (q,) (see the module)."""
     ranks = (above + 1 + equal.double() / (tied + 1)).sort().values
     middle = ranks[[(len(ranks) - 1) // 2, len(ranks) // 2]]  # torch.median takes the lower
-    within = answered_within(above, equal, tied, ks)
     return {
-        **{f"{name}/recall@{k}": float(right.mean()) for k, right in within.items()},
+        **{f"{name}/recall@{k}": float(answered_within(above, equal, tied, k).mean()) for k in ks},
         f"{name}/median_rank": float(middle.mean()),
         f"{name}/queries": len(above),
     }
 
 
-def answered_within(
-    above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
-) -> dict[int, Tensor]:
-    """Each query's probability of a right answer among the first k, float64 (q,), for each k."""
+def answered_within(above: Tensor, equal: Tensor, tied: Tensor, k: int) -> Tensor:
+    """Each query's probability of a right answer among the first k, float64 (q,)."""
     missed = torch.ones(len(above), dtype=torch.float64, device=above.device)
-    chances: dict[int, Tensor] = {}
     last = int((above + equal).max()) + 1  # from that rank on, every query has been answered
-    done = 0
-    for k in sorted(set(ks)):
-        for position in range(done, min(k, last)):
-            # Of the tied columns, `drawn` wrong ones came before this position.
-            drawn = position - above
-            wrong_left = (equal - drawn).clamp(min=0)
-            miss_here = wrong_left.double() / (wrong_left + tied)
-            missed = torch.where(drawn >= 0, missed * miss_here, missed)
-        done = max(done, min(k, last))
-        chances[k] = 1 - missed
-    return {k: chances[k] for k in ks}
+    for position in range(min(k, last)):
+        # Of the tied columns, `drawn` wrong ones came before this position.
+        drawn = position - above
+        wrong_left = (equal - drawn).clamp(min=0)
+        miss_here = wrong_left.double() / (wrong_left + tied)
+        missed = torch.where(drawn >= 0, missed * miss_here, missed)
+    return 1 - missed
 
 
 def _answerable(name: str, right: Right) -> Tensor:

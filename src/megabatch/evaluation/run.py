@@ -18,7 +18,7 @@ from megabatch import files
 from megabatch.config.references import refuse_references
 from megabatch.data.glyphs import load_glyphs
 from megabatch.errors import UsageError, naming, plural
-from megabatch.evaluation.captions import GLYPHS, READING, open_val_data, reading_of
+from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of
 from megabatch.evaluation.config import EvalConfig, check, choose_device
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.report import content
@@ -55,18 +55,26 @@ def evaluate_run(
 ) -> dict[str, Any]:
     """Evaluate a run's weights; writes `evaluation.json`, `report.json`, `report.html` into `RUN`.
 
-    Without a `group` only this process evaluates: a trainer may call it on one rank of many.
-
     Args:
         run: the run's folder: `config.toml` and `model.safetensors` or checkpoints.
-        group, on_figures: as for `evaluate`.
+        group: ranks that share the work and must all call this: None for the default group if
+            torch.distributed is initialised, a process group, or "local" for this process alone.
+            The figures are the same on all ranks, and the same as with one process.
+        on_figures: called on the first rank with the content of `evaluation.json`, before anything
+            is written: a trainer logs the figures, whose curves the report shows.
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
-    Returns, raises: as `evaluate`; MissingLibrary, a UsageError, if a library is not installed.
+    Returns:
+        The content of `evaluation.json`: `run`, `retrieval` (by task, then "model" and "chance"),
+        `zero_shot` likewise, `classification` (by task, then "neighbours", "probe", "chance"),
+        `date`, `seconds`.
+
+    Raises:
+        UsageError: there is no run or no weights, files are damaged, or a setting is impossible;
+            MissingLibrary, if a library is not installed.
     """
-    given: dict[str, Any] = {"device": "cpu", **settings}
-    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return evaluate(EvalConfig(run=Path(run), **given), group=group, on_figures=on_figures)
+    config = EvalConfig(**{"run": Path(run), "device": "cpu", **settings})
+    return evaluate(config, group=group, on_figures=on_figures)
 
 
 def evaluate(
@@ -76,30 +84,7 @@ def evaluate(
     console: Console | None = None,
     on_figures: OnFigures | None = None,
 ) -> dict[str, Any]:
-    """Evaluate; the first rank writes figures and a report to the output folder.
-
-    `val_data` is evaluated by retrieval ("glyphs" as held-out faces among their own names, and
-    held-out characters among all names), `class_data` by classification. Without either, a run is
-    evaluated on the `val_data` that it was trained with or, if it was trained on the glyphs, on
-    these.
-
-    Args:
-        config: the settings.
-        group: ranks that share the work and must all call this: None for the default group if
-            torch.distributed is initialised, a process group, or "local" for this process alone.
-            The figures are the same on all ranks, and the same as with one process.
-        console: prints a description of the evaluation and this process's progress; None: nothing.
-        on_figures: called on the first rank with the content of `evaluation.json`, before anything
-            is written: a trainer logs the figures, whose curves the report shows.
-
-    Returns:
-        The content of `evaluation.json`: `run`, `retrieval` (by task, then "model" and "chance"),
-        `zero_shot` likewise, `classification` (by task, then "neighbours", "probe", "chance"),
-        `date`, `seconds`.
-
-    Raises:
-        UsageError: there is no run or no weights, files are damaged, or a setting is impossible.
-    """
+    """As `evaluate_run`; `console` shows a description and this process's progress."""
     started = time.perf_counter()
     console = console or plain_console(quiet=True)
     opened, tasks = on_all_ranks(lambda: _open(config, group), group)
@@ -237,9 +222,8 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
     if val_data == GLYPHS and not of_texts:
         tasks += glyph_tasks(load_glyphs())
     elif val_data is not None:
-        given = {name: getattr(config, setting) for name, setting in READING.items()}
-        reading = reading_of(opened.config)
-        reading |= {name: value for name, value in given.items() if value is not None}
+        given = {name: value for name, value in vars(config).items() if value is not None}
+        reading = reading_of({**opened.config, **given})
         with naming("--val-data"):
             samples = open_val_data(val_data, opened.towers.name, opened.towers.first, reading)
         tasks.append(pairs_task(val_data, samples))

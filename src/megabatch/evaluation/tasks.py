@@ -233,11 +233,10 @@ def accuracy(
         above, equal = (score > target).sum(1), (score == target).sum(1) - 1
         found.append(torch.stack([above, equal], dim=1))
     above, equal = all_gather_rows(torch.cat(found), group).unbind(1)
-    within = answered_within(above, equal, torch.ones_like(above), TOPS)
-    counts, right = labels.bincount(), labels.bincount(within[1])
-    of_classes = (right / counts)[counts > 0]
-    means = [float(share.mean()) for share in (*within.values(), of_classes)]
-    return dict(zip(ACCURACY.values(), means, strict=True))
+    within = [answered_within(above, equal, torch.ones_like(above), k) for k in TOPS]
+    counts, right = labels.bincount(), labels.bincount(within[0])
+    shares = (*within, (right / counts)[counts > 0])
+    return {name: float(s.mean()) for name, s in zip(ACCURACY.values(), shares, strict=True)}
 
 
 def train_labels(test: Labelled, train: Labelled) -> Tensor:

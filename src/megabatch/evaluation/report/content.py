@@ -59,8 +59,8 @@ def _examples(
     answerable = right.counts.nonzero().squeeze(1)
     order = torch.randperm(len(answerable), generator=torch.Generator().manual_seed(0))
     drawn = answerable[order[:_QUERIES].to(answerable.device)]
-    placed = place(queries[drawn], candidates, right.of(drawn))
-    ranks = 1 + placed.above + (placed.equal / (placed.tied + 1)).ceil().long()
+    above, equal, tied = place(queries[drawn], candidates, right.of(drawn))
+    ranks = 1 + above + (equal / (tied + 1)).ceil().long()
     k = min(_ANSWERS, len(candidates))
     top = topk(queries[drawn], candidates, k, group="local")
     examples = []
