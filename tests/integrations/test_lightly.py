@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.similarity import set_workspace
 from tests.losses.reference import assert_equal, leaves
 from tests.losses.test_everywhere import Largest
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World
 
 lightly = pytest.importorskip("lightly.loss")
 ours = pytest.importorskip("megabatch.integrations.lightly")
@@ -149,8 +149,7 @@ def after_training(loss: nn.Module, world: World) -> list[Tensor]:
     return [*losses, *model.parameters()]
 
 
-@on_processes(2)
-def test_two_processes_train_what_lightly_trains(world: World) -> None:
+def on_two_trains_what_lightly_trains(world: World) -> None:
     for name, arguments in IN_PROCESSES:
         torch.manual_seed(world.rank)  # each has a memory bank of its own
         mine, own = (getattr(module, name)(**arguments).double() for module in (ours, lightly))
@@ -164,8 +163,7 @@ def test_two_processes_train_what_lightly_trains(world: World) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=message)
 
 
-@on_processes(2)
-def test_processes_with_different_numbers_of_views(world: World) -> None:
+def on_two_different_numbers_of_views(world: World) -> None:
     """lightly needs equal numbers; here the loss is that of the whole batch."""
     whole = [x.requires_grad_() for x in views(7, 4)]
     shards = [world.shard(x.detach(), [5, 2]).requires_grad_() for x in whole]

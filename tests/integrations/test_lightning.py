@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from megabatch.integrations.lightning import MegabatchMixin
 from megabatch.losses import ClipLoss
-from tests.integrations.two_processes import failures
+from tests.similarity.distributed.processes import World
 
 lightning = pytest.importorskip("lightning")
 
@@ -195,7 +195,7 @@ def dense_loss(module: Pairs, x: Tensor, y: Tensor) -> Tensor:
     return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
 
 
-def on_two_under_ddp() -> None:
+def on_two_under_ddp(_: World) -> None:
     """Train as one process with the batches of both ranks."""
     for strategy in ("ddp", "ddp_find_unused_parameters_true"):
         module = Pairs()
@@ -214,7 +214,7 @@ def on_two_under_ddp() -> None:
         torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
 
 
-def on_two_sharded() -> None:
+def on_two_sharded(_: World) -> None:
     module = Sharded()
     trained(
         module, Path("unused"), devices=2, gradient_clip_val=None,
@@ -225,9 +225,3 @@ def on_two_sharded() -> None:
         tower.reshard()
     assert hasattr(module.x[0].weight, "full_tensor")
     assert_weights_equal(module, reference(None))
-
-
-@pytest.mark.concurrency
-def test_on_two_processes(tmp_path: Path) -> None:
-    found = failures([on_two_under_ddp, on_two_sharded], ("lightning.pytorch",), tmp_path)
-    assert not found, "\n".join(found)

@@ -16,7 +16,7 @@ from megabatch.losses import SincereLoss
 from megabatch.similarity import set_workspace
 from tests.losses.reference import assert_equal, leaves
 from tests.losses.test_everywhere import Largest
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World
 
 library = pytest.importorskip("pytorch_metric_learning")
 ours = pytest.importorskip("megabatch.integrations.pytorch_metric_learning")
@@ -192,8 +192,7 @@ def test_weights_after_training(name: str) -> None:
     torch.testing.assert_close(*trained, rtol=0, atol=1e-10)
 
 
-@on_processes(2)
-def test_the_distributed_wrapper_trains_as_with_the_librarys_loss(world: World) -> None:
+def on_two_the_distributed_wrapper(world: World) -> None:
     from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 
     for name, efficient in (("SupConLoss", False), ("NTXentLoss", False), ("NTXentLoss", True)):

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer and Accelerate train as without megabatch, on one process.
 
-Those of two processes are in test_transformers_on_ranks.py.
+Those of two processes are in transformers_on_ranks.py.
 """
 
 from __future__ import annotations

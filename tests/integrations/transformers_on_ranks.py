@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.docs.pages import ROOT
-from tests.integrations.two_processes import failures
+from tests.similarity.distributed.processes import World
 
 transformers = pytest.importorskip("transformers")
 accelerate = pytest.importorskip("accelerate")
@@ -61,7 +61,7 @@ def slices(batch: dict[str, Tensor], i: int) -> dict[str, Tensor]:
     return {name: value[2 * BATCH * i :][: 2 * BATCH] for name, value in batch.items()}
 
 
-def on_two_the_models_own_loss_under_ddp() -> None:
+def on_two_the_models_own_loss_under_ddp(_: World) -> None:
     """Weights and logged losses are those of one process with the batches of both."""
     batch = images_and_texts(8 * BATCH)
     for kind, towers in (("clip", None), ("clip", "text"), ("siglip", None)):
@@ -83,7 +83,7 @@ def on_two_the_models_own_loss_under_ddp() -> None:
     assert trainer.evaluate()["eval_x_to_y/queries"] == 2 * BATCH
 
 
-def on_two_pairs_of_texts_under_ddp() -> None:
+def on_two_pairs_of_texts_under_ddp(_: World) -> None:
     rows = text_pairs(8 * BATCH)
     expected = bert()
     before = weights_of(expected)
@@ -99,7 +99,7 @@ def on_two_pairs_of_texts_under_ddp() -> None:
     assert_weights_equal(trainer.model, expected, before)
 
 
-def on_two_a_loop_with_accelerate() -> None:
+def on_two_a_loop_with_accelerate(_: World) -> None:
     model, before = accelerated(True, batches=8)
     batch, expected = images_and_texts(8 * BATCH), model_of("siglip")
     reference(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 2)
@@ -110,7 +110,7 @@ def set_cpu(state: Any) -> None:
     state.device = torch.device("cpu")
 
 
-def on_two_the_trainers_fsdp2() -> None:
+def on_two_the_trainers_fsdp2(_: World) -> None:
     """Accelerate offers FSDP2 on GPUs only; a patch makes it accept the CPU."""
     if not hasattr(accelerate.utils.FullyShardedDataParallelPlugin, "fsdp_version"):
         return  # before Accelerate 1.6
@@ -136,15 +136,3 @@ def on_two_the_trainers_fsdp2() -> None:
         assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
     model.reshard()
     assert_weights_equal(model, expected, before)
-
-
-@pytest.mark.concurrency
-def test_on_two_processes(tmp_path: Path) -> None:
-    checks = [
-        on_two_the_models_own_loss_under_ddp,
-        on_two_pairs_of_texts_under_ddp,
-        on_two_a_loop_with_accelerate,
-        on_two_the_trainers_fsdp2,
-    ]
-    found = failures(checks, ("transformers.trainer", "accelerate", "peft"), tmp_path)
-    assert not found, "\n".join(found)
