@@ -107,20 +107,6 @@ def test_gradient_caching_fills_a_memory_bank_once_per_step() -> None:
         tower.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:Memory bank size")  # before 1.6 the first batch gives the width
-@pytest.mark.parametrize("size", [5, -1, (5, -1), (0, 4), 0])
-def test_sizes_of_a_memory_bank_are_those_of_lightly(size: Any) -> None:
-    def outcome(module: Any) -> tuple[Any, ...]:
-        try:
-            loss = module.NTXentLoss(memory_bank_size=size)
-        except ValueError as error:
-            return (str(error),)
-        loss(*(x.float().requires_grad_() for x in views(3, 4)))
-        return loss.memory_bank.size, loss.memory_bank.bank.shape
-
-    assert outcome(ours) == outcome(lightly)
-
-
 # --- several processes ----------------------------------------------------------------------------
 
 

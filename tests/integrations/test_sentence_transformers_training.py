@@ -25,6 +25,7 @@ from tests.integrations.sentence_encoders import (
     static,
     without_dropout,
 )
+from tests.integrations.training import weights_of
 from tests.models.tiny_bert import save_tiny_bert
 from tests.similarity.distributed.processes import World
 
@@ -39,10 +40,6 @@ from megabatch.integrations.sentence_transformers import (  # noqa: E402
 )
 
 SAMPLES = 16
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def texts(columns: int) -> Any:

@@ -31,10 +31,9 @@ CHECKS = {
         ["on_two_trains_as_the_librarys_do", "on_two_shards_of_different_sizes"],
         ["sentence_transformers", "datasets", "accelerate"],
     ),
-    "transformers_on_ranks": (
+    "test_transformers": (
         [
             "on_two_the_models_own_loss_under_ddp",
-            "on_two_pairs_of_texts_under_ddp",
             "on_two_a_loop_with_accelerate",
             "on_two_the_trainers_fsdp2",
         ],
