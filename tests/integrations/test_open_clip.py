@@ -35,7 +35,8 @@ from megabatch.errors import UsageError
 from megabatch.training.world import leave
 from tests import programs
 from tests.models.tiny import TINY
-from tests.similarity.distributed.processes import forked, new_store, torchrun_environment
+from tests.server import forked
+from tests.similarity.distributed.processes import new_store, torchrun_environment
 
 pytest.importorskip("open_clip_train")
 

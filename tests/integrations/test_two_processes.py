@@ -14,13 +14,8 @@ from typing import Any
 import pytest
 
 from megabatch.training.world import leave
-from tests.similarity.distributed.processes import (
-    World,
-    forked,
-    join,
-    new_store,
-    torchrun_environment,
-)
+from tests.server import forked
+from tests.similarity.distributed.processes import World, join, new_store, torchrun_environment
 
 SIZE = 2
 SECONDS = 240  # that all checks may take

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from megabatch.evaluation.config import read_config
-from megabatch.options import Positional, parse
+from megabatch.hints import Positional
+from megabatch.options import parse
 
 Target = Literal["openclip", "huggingface", "sentence-transformers"]
 Weights = Literal["final", "ema"]
@@ -44,8 +44,7 @@ class Export:
 
 def main(argv: list[str]) -> int:
     """Export, print the call that loads the folder, and notes; returns the exit code."""
-    description = inspect.getdoc(Export) or ""
-    options = parse(Export, argv, prog="megabatch export", description=description)
+    options = parse(Export, argv, prog="megabatch export")
     read_config(options.run)
     from megabatch.export.run import export_run  # --help and errors import as little as possible
 

@@ -16,8 +16,8 @@ from megabatch.files import new_folder
 from megabatch.hints import is_reference
 from megabatch.imports import named_extras
 from megabatch.models import Towers
-from megabatch.models.hf_text_pair import TextPair
-from megabatch.models.hf_two_towers import HuggingFaceTwoTowers
+from megabatch.models.hf_images import ImageTower
+from megabatch.models.huggingface import TextEncoder
 from megabatch.models.towers import TwoTowers
 
 #: Writes a model's files into an empty folder; returns sentences that its users must know.
@@ -75,14 +75,15 @@ def _writer(towers: Towers, to: Target) -> Writer:
 def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
     """A description of the model's kind, and its writers by library."""
     module = towers.module
-    if isinstance(module, TextPair) and module.share:
+    visual = getattr(module, "visual", None)
+    if isinstance(visual, TextEncoder) and module.text is None:
         return "a Hugging Face text encoder", {
             "sentence-transformers": sentence_transformers.write,
             "huggingface": hugging_face.write_encoder,
         }
-    if isinstance(module, TextPair):
+    if isinstance(visual, TextEncoder):
         return "a pair of two text encoders", {"sentence-transformers": sentence_transformers.write}
-    if isinstance(module, HuggingFaceTwoTowers):
+    if isinstance(visual, ImageTower):
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
     if is_reference(towers.name):
         return "a model of your own", {}

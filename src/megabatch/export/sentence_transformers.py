@@ -10,9 +10,8 @@ from typing import Any
 
 from megabatch.evaluation.run_folder import Opened
 from megabatch.export.hugging_face import save_encoder, without_pooler, write_json
-from megabatch.models.hf_folder import FolderTokenizer
-from megabatch.models.hf_text_pair import TextEncoder
-from megabatch.models.pooling import Pooling
+from megabatch.models.huggingface import FolderTokenizer, TextEncoder
+from megabatch.models.padding import Pooling
 
 _POOLING: dict[Pooling, str] = {
     "mean": "pooling_mode_mean_tokens",
@@ -29,10 +28,10 @@ def write(opened: Opened, folder: Path) -> list[str]:
     pair: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
     notes = _differences(opened)
-    if pair.share:
-        _write_model(pair.first, tokenizer, folder)
+    if pair.text is None:
+        _write_model(pair.visual, tokenizer, folder)
         return notes
-    for side, encoder in (("query", pair.first), ("document", pair.second)):
+    for side, encoder in (("query", pair.visual), ("document", pair.text)):
         (folder / side).mkdir()
         _write_model(encoder, tokenizer, folder / side)
     return [*notes, "there are two models, in its folders query and document: load each of them"]

@@ -22,7 +22,7 @@ from transformers import Trainer
 from megabatch.gradient_cache import GradientCache
 from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.losses import ClipLoss, SigLipLoss
-from megabatch.models.pooling import Pooling, pool
+from megabatch.models.padding import Pooling, pool
 from megabatch.torch_internals import uncompiled
 
 #: The loss that models of these types compute with `return_loss=True`.

@@ -7,7 +7,6 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megabatch.models import ModelOptions, create
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
-# Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
+# Evaluation needs matplotlib and jinja2, so it is imported only if requested.
 
 
 def problems(config: TrainConfig, first: str) -> list[str]:
@@ -34,20 +33,17 @@ def problems(config: TrainConfig, first: str) -> list[str]:
 
     `first`: the model's first input, "image" or "text".
     """
-    if not config.evaluate:
+    if config.val_data is None:
         return []
     try:
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data is None:  # the glyphs, and digits too
-                importlib.import_module("sklearn.datasets")
     except MissingLibrary as missing:
-        return [f"--evaluate: {missing}"]
-    if config.val_data in (None, "glyphs"):
+        return [f"--val-data: {missing}"]
+    if config.val_data == "glyphs":
         return []
     from megabatch.evaluation.captions import open_val_data, reading_of
 
-    assert config.val_data is not None
     try:
         with naming("--val-data"):
             reading = reading_of(vars(config))
@@ -80,7 +76,6 @@ def evaluate(
             config.output,
             device=world.device.type if world.size > 1 else str(world.device),
             group=world.group,
-            val_data=config.val_data,
             on_figures=record_last,
             trust=True,  # this run wrote the folder, and has run the model's code
         )
@@ -97,7 +92,7 @@ class Validation:
     random state. All ranks call every method together.
 
     Args:
-        config: has `evaluate`.
+        config: has `val_data`.
         world: the ranks, which share the work.
 
     Raises:
@@ -114,12 +109,9 @@ class Validation:
         with random_state_kept():
             self._towers = create(config.model, options=ModelOptions.of(settings))
         opened = Opened(self._towers, None, config.output, settings)
-        evaluation = EvalConfig(run=config.output, val_data=config.val_data)
-        tasks, classes = world.attempt(lambda: open_tasks(evaluation, opened))
-        check_ranks(evaluation, opened, tasks, classes, world.group)
-        # Baselines do not depend on the weights.
-        self._tasks = [replace(task, baseline=None) for task in tasks]
-        self._classes = classes
+        evaluation = EvalConfig(run=config.output, trust=True)
+        self._tasks = world.attempt(lambda: open_tasks(evaluation, opened))
+        check_ranks(evaluation, opened, self._tasks, world.group)
         if config.best_metric is not None and config.best_metric not in self.names():
             raise UsageError(
                 f"--best-metric {config.best_metric}: expected one of {', '.join(self.names())}"
@@ -127,15 +119,15 @@ class Validation:
 
     def names(self) -> list[str]:
         """The names of the figures."""
-        from megabatch.evaluation.table import WAYS
-        from megabatch.evaluation.tasks import KS
+        from megabatch.evaluation.table import ACCURACY, RETRIEVAL, WAYS
+        from megabatch.evaluation.tasks import ClassTask
 
-        of_way = [*(f"recall@{k}" for k in KS), "median_rank"]
-        found = [f"{t.key}/{way}/{name}" for t in self._tasks for way in WAYS for name in of_way]
-        if self._classes is not None:
-            of_classes = ("top1", "top5", "mean_per_class_recall")
-            found += [f"{self._classes.key}/{name}" for name in of_classes]
-        return found
+        of_ways = [f"{way}/{name}" for way in WAYS for name in RETRIEVAL.values()]
+        return [
+            f"{task.key}/{name}"
+            for task in self._tasks
+            for name in (ACCURACY.values() if isinstance(task, ClassTask) else of_ways)
+        ]
 
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
         """The figures of full weights, which only rank 0 needs to have; the same on every rank.
@@ -143,23 +135,17 @@ class Validation:
         Raises:
             UsageError: the features are not finite, or no sample can be read.
         """
-        from megabatch.evaluation.classification import score_classes
         from megabatch.evaluation.embed import Encoder
-        from megabatch.evaluation.tasks import score
+        from megabatch.evaluation.run import score_all
 
         module, world = self._towers.module, self._world
         encoder = Encoder(self._towers, str(world.device), group=world.group)
         with world.failures("evaluating"), random_state_kept():
             module.to(world.device)
             module.load_state_dict(dict(world.tensors_from_main(weights)))
-            retrieval = {
-                task.key: {"model": score(encoder, task)[0]["model"]} for task in self._tasks
-            }
-            zero_shot: dict[str, Any] = {}
-            if self._classes is not None:
-                zero_shot[self._classes.key] = score_classes(encoder, self._classes).zero_shot
+            entries, _ = score_all(encoder, self._tasks)
             module.to("cpu")
-        return figures({"retrieval": retrieval, "zero_shot": zero_shot})
+        return figures(entries)
 
 
 def figures(evaluation: dict[str, Any]) -> dict[str, float]:
