@@ -30,10 +30,10 @@ from megabatch.integrations.transformers import (  # noqa: E402
 )
 from tests.docs.pages import ROOT  # noqa: E402
 from tests.integrations.hf import (  # noqa: E402
-    accelerated,
     BATCH,
     Cached,
     Plain,
+    accelerated,
     arguments,
     bert,
     collate,
