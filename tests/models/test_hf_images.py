@@ -21,7 +21,7 @@ from megabatch.losses import ClipLoss
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.blocks import blocks
 from megabatch.models.hf_images import KINDS
-from megabatch.models.layers import lock, locked_towers
+from megabatch.models.towers import lock, locked_towers
 from tests.models.tiny_clip import save_tiny_clip
 
 TEXTS = ["a b c", "d", "e f g h a"]

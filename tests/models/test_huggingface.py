@@ -19,7 +19,7 @@ from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.layers import lock, locked_towers
+from megabatch.models.towers import lock, locked_towers
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
 from tests.export.runs import reports

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.planning.towers import measure, sample_of
 from tests.planning.allocator import peak_bytes
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from megabatch.errors import OutOfMemory, UsageError, checks_alone, one_line
 from megabatch.evaluation.config import EvalConfig, check, read_config
-from megabatch.models import names
 from megabatch.options import parse
 
 if TYPE_CHECKING:
@@ -27,8 +26,6 @@ def main(argv: list[str]) -> int:
         check(config)
         if config.run is not None:
             read_config(config.run)
-        elif config.model is not None:
-            names.check(config.model, config.pretrained)
     from megabatch.evaluation.table import print_evaluation  # --help imports as little as possible
     from megabatch.ranks import is_first
     from megabatch.terminal import plain_console

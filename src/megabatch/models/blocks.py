@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.models.images import PatchConvolution, PixelNormalization
-from megabatch.models.layers import Tower, tower_of
+from megabatch.models.towers import Tower, tower_of
 from megabatch.torch_internals import configure_compiler, mark_compiled_in_place
 
 
