@@ -98,8 +98,8 @@ def test_own_towers_have_the_options_the_references_name_and_the_weights(tmp_pat
     ("name", "options", "message"),
     [
         ("plain", {"force_image_size": 8}, "a function without the parameter options, has no such"),
-        ("number", {}, r"to return megabatch\.models\.Towers, got 3 \(int\)"),
-        ("without_scale", {}, r"module\.logit_scale: expected a parameter with one element, got N"),
+        ("number", {}, r"to return megabatch\.models\.Towers, got int"),
+        ("without_scale", {}, r"module\.logit_scale: expected a parameter with one element"),
     ],
 )
 def test_own_towers_that_cannot_be_used(name: str, options: dict[str, Any], message: str) -> None:

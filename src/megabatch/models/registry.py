@@ -70,15 +70,11 @@ def _create_own(name: str, file: Path | None, options: ModelOptions) -> Towers:
         options.refuse(f"{label}, a function without the parameter options,", *vars(options))
     towers = own_code.call(function, label, options=options)
     if not isinstance(towers, Towers):
-        raise UsageError(
-            f"{label}: expected to return megabatch.models.Towers, got {own_code.describe(towers)}"
-        )
+        got = type(towers).__name__
+        raise UsageError(f"{label}: expected to return megabatch.models.Towers, got {got}")
     scale = getattr(towers.module, "logit_scale", None)
     if not isinstance(scale, nn.Parameter) or scale.numel() != 1:
-        raise UsageError(
-            f"{label}: module.logit_scale: expected a parameter with one element, got "
-            f"{own_code.describe(scale)}"
-        )
+        raise UsageError(f"{label}: module.logit_scale: expected a parameter with one element")
     if file is not None:
         weights.load_model(towers.module, file, name)
     towers.module.train()
