@@ -37,7 +37,10 @@ def test_transformers_gives_the_runs_embeddings(tmp_path: Path, kind: str) -> No
     clip = save_tiny_clip(tmp_path / "clip", kind)
     towers = write_run(tmp_path / "run", f"hf:{clip}", force_context_length=8)
     assert export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out") == []
-    model = transformers.AutoModel.from_pretrained(tmp_path / "out")
+    model, found = transformers.AutoModel.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not [*found["missing_keys"], *found["unexpected_keys"]]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     inputs = tokenizer(TEXTS, padding="max_length", truncation=True, return_tensors="pt")
     tokens = towers.tokenizer(TEXTS)
@@ -51,21 +54,8 @@ def test_transformers_gives_the_runs_embeddings(tmp_path: Path, kind: str) -> No
         image = features(model.get_image_features(pixel_values=pixels))
         assert_equal(image, towers.module.encode_image(pixels, normalize=True))
     assert torch.equal(model.logit_scale, towers.module.logit_scale)
-
-
-def test_the_model_also_loads_by_its_own_class_and_in_megabatch(tmp_path: Path) -> None:
-    clip = save_tiny_clip(tmp_path / "clip", "clip")
-    towers = write_run(tmp_path / "run", f"hf:{clip}")
-    export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out")
-    model, found = transformers.CLIPModel.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not found["missing_keys"]
-    assert not found["unexpected_keys"]
-    again = create(f"hf:{tmp_path / 'out'}").module
-    for name, value in towers.module.state_dict().items():
-        assert torch.equal(again.state_dict()[name], value), name
-        assert torch.equal(model.state_dict()[name.split(".", 1)[-1]], value), name
+    again = create(f"hf:{tmp_path / 'out'}")  # and megabatch trains on from it
+    torch.testing.assert_close(again.module.state_dict(), towers.module.state_dict())
 
 
 def test_a_bias_that_the_model_cannot_have_is_told(tmp_path: Path) -> None:

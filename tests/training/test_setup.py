@@ -13,7 +13,7 @@ import torch
 from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
-from megabatch.config.command_line import parse
+from megabatch.config.file import parse
 from megabatch.errors import UsageError
 from megabatch.models import create
 from megabatch.models.images import TorchResize

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import clip, hugging_face, openclip, sentence_transformers
-from megabatch.export.options import Target, Weights
+from megabatch.export.command import Target, Weights
 from megabatch.files import new_folder
 from megabatch.hints import is_reference
 from megabatch.imports import named_extras
@@ -66,15 +66,10 @@ def _writer(towers: Towers, to: Target) -> Writer:
     kind, writers = _writers(towers)
     if to in writers:
         return writers[to]
+    instead = f"expected --to {' or '.join(writers)}"
     if not writers:
-        raise UsageError(
-            f"--to {to}: {towers.name} is {kind}, which no other library has; "
-            f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"
-        )
-    raise UsageError(
-        f"--to {to}: {towers.name} is {kind}, for which {to} has no format; "
-        f"expected --to {' or '.join(writers)}"
-    )
+        instead = f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"
+    raise UsageError(f"--to {to}: {towers.name} is {kind}, for which {to} has no format; {instead}")
 
 
 def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from megabatch.config.command_line import FINE_TUNING
-from megabatch.config.file import to_dict
+from megabatch.config.file import FINE_TUNING, to_dict
 from megabatch.config.objective import create_objective
 from megabatch.config.problems import problems, schedule_problems
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
