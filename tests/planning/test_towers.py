@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.planning.towers import Sample, measure, sample_of
 from tests.planning.allocator import peak_bytes
 

@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from megabatch import torch_internals
 from megabatch.models import Towers
-from megabatch.models.layers import Tower, locked_towers
+from megabatch.models.towers import Tower, locked_towers
 from megabatch.planning.counter import Work, counted, fake_copies
 from megabatch.planning.memory import AUTOCAST
 
