@@ -141,20 +141,6 @@ def counted() -> Iterator[Counter]:
         yield counter
 
 
-def fake_copies(module: torch.nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """Fake copies of a module's parameters and buffers on a device, by name; call in `counted`."""
-    copies: dict[Tensor, Tensor] = {}
-    named = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for _, tensor in named:
-        if tensor not in copies:
-            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-            copies[tensor] = copy.requires_grad_(tensor.requires_grad)
-    return {name: copies[tensor] for name, tensor in named}
-
-
 def tensors_in(results: Any) -> list[Tensor]:
     """The tensors among an operation's results or arguments."""
     return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -17,7 +17,7 @@ from torch.func import functional_call
 from megabatch import torch_internals
 from megabatch.models import Towers
 from megabatch.models.layers import Tower, locked_towers
-from megabatch.planning.counter import Work, counted, fake_copies
+from megabatch.planning.counter import Work, counted
 from megabatch.planning.memory import AUTOCAST
 
 #: What compiled blocks keep for the backward pass, as a share of what others keep. By torch's own
@@ -128,7 +128,10 @@ def _measure(
 ) -> MicroBatch:
     place, locked = torch.device(device), locked_towers(module)
     with counted() as counter, _autocast(device, precision):
-        weights = fake_copies(module, place)
+        named = [*module.named_parameters(), *module.named_buffers()]
+        weights = {
+            n: torch.empty_like(t, device=place, requires_grad=t.requires_grad) for n, t in named
+        }
         for weight in weights.values():
             if weight.requires_grad:  # gradients exist in all micro-batches after the first
                 weight.grad = torch.zeros_like(weight)
