@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from megabatch.config.command_line import Start, configure, parser
+from megabatch.config.file import Start, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
