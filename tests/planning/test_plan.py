@@ -16,8 +16,6 @@ from megabatch.planning.memory import state_bytes
 from megabatch.planning.micro_batches import TextLengths
 from megabatch.planning.plan import (
     PHASES,
-    SORTED,
-    TRIMMED,
     Planner,
     graph_bytes,
     largest_of_fastest,
@@ -94,7 +92,7 @@ def test_the_peak_of_a_real_step_with_trimmed_texts():
     texts[:, 0], texts[:, 1] = 49406, 49407  # begin and end, so that two tokens count
     images = torch.zeros(256, *towers.train_transform(Image.new("RGB", (32, 32))).shape).byte()
     short = make_plan(config, towers, CPU, lengths=texts_of(2))
-    assert short.notes == (SORTED.format("8 tokens"),)
+    assert short.notes == ("texts in order of length are cut to 8 tokens on average",)
     assert short.peak < whole.peak
     padded = make_plan(replace(config, trim_texts=False), towers, CPU, lengths=texts_of(2))
     assert padded.notes == ()
@@ -237,7 +235,7 @@ def test_texts_of_several_lengths(glyph):
         config = replace(CONFIG, activation_memory=kept)
         short, long = (make_plan(config, glyph, CPU, lengths=texts_of(n)) for n in (8, 64))
         mixed = make_plan(config, glyph, CPU, lengths=lengths)
-        assert mixed.notes == (SORTED.format("23 tokens"),)
+        assert mixed.notes == ("texts in order of length are cut to 23 tokens on average",)
         low, high, found = (part(plan, "activations")[phase] for plan in (short, long, mixed))
         expected = low + (high - low) * (mean - 8) / (64 - 8)
         assert found == pytest.approx(expected, rel=0.001)
@@ -245,7 +243,9 @@ def test_texts_of_several_lengths(glyph):
 
 def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):
     trimmed, whole = (make_plan(replace(CONFIG, trim_texts=on), glyph, CPU) for on in (True, False))
-    assert trimmed.notes == (TRIMMED,)
+    assert trimmed.notes == (
+        "texts count with all of their tokens: at most what trimmed ones take",
+    )
     assert whole.notes == ()
     assert make_plan(CONFIG, replace(glyph, lengths={}), CPU).notes == ()
 

@@ -15,8 +15,7 @@ from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.gradient_cache.batches import equal_token_runs, growth
 from megabatch.models import Towers
 from megabatch.models.layers import Tower
-from megabatch.planning.counter import Work
-from megabatch.planning.towers import MicroBatch
+from megabatch.planning.towers import MicroBatch, Work
 
 #: Texts are cut to multiples of this many tokens (`megabatch.models.padding.trimmed`).
 MULTIPLE = 8
@@ -138,11 +137,13 @@ class MicroBatches:
     Attributes:
         mean: their mean bytes and work. largest: those of the largest one.
         count: their number.
+        tokens: mean tokens of a text, if texts are cut to known lengths.
     """
 
     mean: MicroBatch
     largest: MicroBatch
     count: int
+    tokens: float = 0.0
 
     def nbytes(self, kept: int) -> dict[str, int]:
         """Bytes of activations by phase, with those of `kept` micro-batches kept.

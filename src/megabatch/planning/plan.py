@@ -26,7 +26,6 @@ from megabatch.planning.micro_batches import (
     WHOLE,
     MicroBatches,
     TextLengths,
-    Widths,
     kept_at_most,
     kept_count,
     weighted,
@@ -38,14 +37,6 @@ from megabatch.planning.towers import MicroBatch, Sample, measure, sample_of
 _FILE_OVERHEAD = 500
 #: Micro-batches of decoded images in memory: in workers, in transit, being collated, pinned.
 _DECODED = 5
-#: The note of a plan with trimmed texts.
-TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
-#: The note of a plan with texts of known lengths.
-SORTED = "texts in order of length are cut to {} on average"
-#: The note of a plan with a loss of the user's own.
-OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
-#: The note of a plan for GPUs whose speeds are not known.
-UNTIMED = f"the time of a step is not known on {{}}, only on {', '.join(DATASHEETS)}"
 #: Phases of a step, in order; the optimizer's step needs less.
 PHASES = ("encode", "loss", "second pass")
 #: Sizes whose times differ by a smaller share are equally fast.
@@ -226,7 +217,7 @@ class Planner:
         gradients = state_bytes(self.towers.module, config, machine.count).gradients
         width, compiled = self.towers.embed_dim, self._compiled
         step = step_seconds(config, machine, micro, kept, width, gradients, compiled=compiled)
-        notes = self._notes(config, rows, size)
+        notes = self._notes(config, micro.tokens)
         return Plan(config, machine, tuple(parts), tuple(host), step, kept, notes)
 
     # --- activations ------------------------------------------------------------------------------
@@ -237,20 +228,18 @@ class Planner:
         known = self.config.trim_texts and self.lengths.samples
         return {t: len(self.sample.inputs[t]) for t in self.towers.lengths} if known else {}
 
-    def _widths(self, rows: int, size: int) -> dict[Tower, Widths]:
-        count = -(-rows // size)
-        return {t: self.lengths.widths(t, n, rows, count) for t, n in self._contexts.items()}
-
     def micro_batches(self, rows: int, size: int) -> MicroBatches:
         """The micro-batches of a process with this many rows.
 
         Raises:
             NoPlan: the model's memory cannot be estimated.
         """
-        widths = self._widths(rows, size).values()
+        count, known = -(-rows // size), self.lengths
+        widths = [known.widths(tower, n, rows, count) for tower, n in self._contexts.items()]
         mean = self._micro_batch(size, [width.mean for width in widths])
         largest = self._micro_batch(size, [width.most for width in widths])
-        return MicroBatches(mean, largest, -(-rows // size))
+        tokens = sum(width.mean for width in widths) / max(1, len(widths))
+        return MicroBatches(mean, largest, count, tokens)
 
     def _micro_batch(self, size: int, widths: Sequence[float]) -> MicroBatch:
         """A micro-batch of `size` pairs with texts of so many tokens, by tower of `_contexts`.
@@ -362,17 +351,19 @@ class Planner:
         note = f"{size:,} bytes a pair, {batches} batches"
         yield Part(name, dict.fromkeys(PHASES, batches * rows * size * each), note)
 
-    def _notes(self, config: TrainConfig, rows: int, size: int) -> tuple[str, ...]:
+    def _notes(self, config: TrainConfig, tokens: float) -> tuple[str, ...]:
         notes, machine = [], self.machine
-        if widths := self._widths(rows, size).values():
-            mean = round(sum(width.mean for width in widths) / len(widths))
-            notes.append(SORTED.format(plural(mean, "token")))
+        if tokens:
+            cut = plural(round(tokens), "token")
+            notes.append(f"texts in order of length are cut to {cut} on average")
         elif config.trim_texts and self.towers.lengths:
-            notes.append(TRIMMED)
+            notes.append("texts count with all of their tokens: at most what trimmed ones take")
         if is_reference(config.loss):
-            notes.append(OWN_LOSS.format(config.loss))
+            unknown = "is unknown and not counted, except for the features' gradients"
+            notes.append(f"the memory of {config.loss} {unknown}")
         if machine.device == "cuda" and machine.speeds is None:
-            notes.append(UNTIMED.format(machine.name or "this GPU"))
+            known = f"the time of a step is not known on {machine.name or 'this GPU'}, only on "
+            notes.append(known + ", ".join(DATASHEETS))
         return tuple(notes)
 
     # --- other sizes ------------------------------------------------------------------------------

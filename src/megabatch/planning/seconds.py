@@ -10,10 +10,10 @@ from __future__ import annotations
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
-from megabatch.planning.counter import Work
 from megabatch.planning.machine import Machine, Speeds
 from megabatch.planning.memory import ITSELF, sharing_ranks
 from megabatch.planning.micro_batches import MicroBatches
+from megabatch.planning.towers import Work
 from megabatch.similarity.distributed.schedule import round_rows
 
 #: A sweep of a loss takes `PER_OPERATION + PER_LOGIT / d` of the time of its operations in large
