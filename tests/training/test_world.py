@@ -9,7 +9,7 @@ import torch
 
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.ranks import Gone
-from megabatch.training import TrainConfig, world
+from megabatch.training import TrainConfig
 from megabatch.training.world import World, command_again, joined, place
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
@@ -67,19 +67,6 @@ def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left, joined(config):  # one of them says it
         pass
     assert left.value.code == 2
-
-
-def test_each_process_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert world._device_of("auto", 3) == torch.device("cuda", 3)
-    assert world._device_of("cuda", 0) == torch.device("cuda", 0)
-    assert world._device_of("cpu", 3) == CPU
-    for name, local_rank in (("cuda:1", 1), ("cuda", 4), ("gpu", 0)):
-        with pytest.raises(UsageError, match=r"^--device"):
-            world._device_of(name, local_rank)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as srun --gpus-per-task=1 shows it
-    assert world._device_of("cuda", 3) == torch.device("cuda", 0)
 
 
 def test_alone_everything_is_said_to_oneself() -> None:

@@ -6,7 +6,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from megabatch.config.settings import resolve_device
 from megabatch.errors import UsageError, one_line
@@ -26,14 +26,6 @@ class EvalConfig:
     was trained on the built-in glyphs, on these. Under torchrun the processes share the work; the
     figures stay the same.
     """
-
-    #: Headings of the help, by the first setting below each.
-    GROUPS: ClassVar = {
-        "run": "model",
-        "val_data": "retrieval",
-        "class_data": "classification",
-        "device": "device and speed",
-    }
 
     run: Annotated[Path | None, Positional("RUN")] = None
     """The run's folder: config.toml with model.safetensors or checkpoints."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megabatch import files
-from megabatch.config.references import refuse_references
+from megabatch.config.file import refuse_references
 from megabatch.data.glyphs import load_glyphs
 from megabatch.errors import UsageError, naming, plural
 from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of

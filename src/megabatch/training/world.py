@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
-from megabatch.errors import UsageError, one_line, plural
+from megabatch.errors import UsageError, one_line
 from megabatch.ranks import (
     Gone,
     all_gather_values,
@@ -131,7 +131,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
         yield World(resolve_device(config.device))
         return
     try:
-        device = _device_of(config.device, local_rank)
+        device = resolve_device(config.device, local_rank)
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise UsageError(
                 f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
@@ -200,21 +200,3 @@ def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
     """`megabatch train` with these options, and in how many processes it was started."""
     command, size = shlex.join(["megabatch", "train", *options]), place(environ)[1]
     return command if size == 1 else f"{command} (in {size} processes, started as before)"
-
-
-def _device_of(name: str, local_rank: int) -> torch.device:
-    device = resolve_device(name)
-    if device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise UsageError(
-            f"--device {name}: with several processes each takes its own: cuda or auto"
-        )
-    count = torch.cuda.device_count()
-    if count == 1:  # the launcher makes one device visible to each process
-        return torch.device("cuda", 0)
-    if local_rank >= count:
-        raise UsageError(
-            f"--device: process {local_rank} of this machine, which has {plural(count, 'GPU')}"
-        )
-    return torch.device("cuda", local_rank)
