@@ -13,7 +13,7 @@ from megabatch.data.pairs import BadSample
 from megabatch.errors import UsageError
 from megabatch.evaluation.captions import open_captioned, open_val_data, reading_of
 from megabatch.evaluation.samples import Samples
-from tests.data.test_saved_folder import save
+from tests.data.test_tables import save
 from tests.evaluation.material import (
     caption_table,
     captions,
@@ -180,8 +180,7 @@ def test_bad_rows_are_told(tmp_path: Path) -> None:
     )
     data = open_captioned(str(path))
     assert data.damage == [  # type: ignore[attr-defined]
-        f"{path}: 1 row left out, the first (row 2) has 3 fields instead of 2: '0.png,two,three'",
-        f"{path}: 1 row left out, the first is text is not UTF-8: pairs.csv:row 3",
+        f"{path}: 2 rows left out, the first is 3 fields instead of 2: pairs.csv:row 2",
     ]
     assert data[0].target == ["one"]
     for index, reason in ((1, "empty caption"), (2, "no image"), (3, "missing image file")):

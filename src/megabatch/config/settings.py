@@ -113,8 +113,7 @@ class TrainConfig:
     second source's samples come twice, with '1::0.5' every other one in turn. Default: once."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table of any kind. Default: filepath, image, image_path
-    or file_name, whichever the table has. Like the next three: one for all sources, or one for
-    each, joined by '::'."""
+    or file_name, whichever the table has. Like the next three: the same for all sources."""
     csv_query_key: str | None = None
     """Column of first texts, for pairs of texts (hf: models). Default, in a table without images:
     query, anchor, question or sentence1."""

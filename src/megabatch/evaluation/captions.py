@@ -13,9 +13,9 @@ from typing import Any
 
 from megabatch.data import open_pairs
 from megabatch.data.grey import is_grey_folder
-from megabatch.data.image_files import ImageFiles
+from megabatch.data.images import ImageFiles, decode_image, decoded
 from megabatch.data.mixture import SEPARATOR
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image, decoded
+from megabatch.data.pairs import BadSample, PairDataset, check_usable, clean_caption
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.errors import UsageError, one_line, plural
 from megabatch.evaluation.samples import Captions, Sample, Samples
@@ -245,7 +245,7 @@ def _open_tables(
     separator: str | None,
 ) -> ListedImages:
     """Open tables with a row for each caption, or with a list of captions in each row."""
-    from megabatch.data.tables import TablePairs, Wanted, no_rows  # needs pyarrow
+    from megabatch.data.tables import TablePairs, Wanted  # needs pyarrow
 
     wanted = Wanted(image, None, caption, separator, lists=True)
     found: dict[Any, _Listed] = {}
@@ -255,17 +255,19 @@ def _open_tables(
         table = TablePairs(path, wanted, ImageFiles((image_folder,)) if image_folder else None)
         if table.first == "text":
             raise UsageError(f"{path} has pairs of texts; expected images (--csv-img-key)")
-        damage += table.damage + _join_rows(table, found)
+        damage += _join_rows(table, found)
         notes += table.notes
     if not found:
-        raise no_rows(paths, damage)
+        raise UsageError(f"no rows in {', '.join(map(str, paths[:3]))}")
     empties = [(listed.key, [*map(_is_empty, listed.captions)]) for listed in found.values()]
     if short := [key for key, empty in empties if any(empty) and not all(empty)]:
         damage.append(
             f"{', '.join(map(str, paths[:3]))}: of {plural(len(short), 'image')} with several "
             f"captions one or more are empty and left out, the first is {short[0]}"
         )
-    return ListedImages(list(found.values()), damage, notes)
+    listed = ListedImages(list(found.values()), damage, notes)
+    check_usable(listed, paths[0])
+    return listed
 
 
 def _join_rows(table: Any, found: dict[Any, _Listed]) -> list[str]:
@@ -312,11 +314,12 @@ def _open_json(path: Path, image_folder: Path | None, split: str | None) -> List
             f"{path}: expected COCO's captions (images with id and file_name, annotations with "
             f"image_id and caption) or Karpathy's (images with sentences); wrong at {error}"
         ) from error
-    listed = [_Listed(partial(str, name), texts, name, files) for name, texts in found if texts]
-    if not listed:
+    samples = [_Listed(partial(str, name), texts, name, files) for name, texts in found if texts]
+    if not samples:
         raise UsageError(f"{path} has no image with a caption")
-    files.check((image.image() for image in listed[:100]), path)
-    return ListedImages(listed)
+    listed = ListedImages(samples)
+    check_usable(listed, path)
+    return listed
 
 
 def _coco(document: dict[str, Any]) -> list[tuple[str, list[Any]]]:

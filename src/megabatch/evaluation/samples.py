@@ -9,8 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torchvision.datasets import ImageFolder
 
-from megabatch.data.image_files import ImageFiles
-from megabatch.data.pairs import BadSample, decode_image
+from megabatch.data.images import ImageFiles, decode_image
+from megabatch.data.pairs import BadSample
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
 from megabatch.errors import UsageError, one_line, printable
