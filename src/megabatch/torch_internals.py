@@ -22,24 +22,8 @@ from torch import Tensor, nn
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class InternalsError(RuntimeError):
-    """This release of torch lacks a private name that megabatch uses."""
-
-
-@cache  # needed at each call
-def private(path: str) -> Any:
-    """The object at `module:name`.
-
-    Raises:
-        InternalsError: this torch lacks it.
-    """
-    try:
-        return pkgutil.resolve_name(path)
-    except (ModuleNotFoundError, AttributeError):
-        raise InternalsError(
-            f"torch {torch.__version__} has no {path.replace(':', '.')}, which megabatch needs; "
-            "use a version that it was tested with"
-        ) from None
+#: The object at `module:name`; needed at each call.
+private: Callable[[str], Any] = cache(pkgutil.resolve_name)
 
 
 def _function(path: str) -> Any:
@@ -115,13 +99,9 @@ def parametrizations_not_cached() -> Iterator[None]:
         module._cache_enabled, module._cache = before
 
 
-#: The attribute that `nn.Module.compile` sets; the module then runs it instead of `forward`.
-COMPILED_CALL = "_compiled_call_impl"
-
-
 def mark_compiled_in_place(module: nn.Module) -> None:
     """Mark a module whose `forward` alone is compiled as `module.compile()` marks it."""
-    vars(module)[COMPILED_CALL] = module._call_impl
+    vars(module)["_compiled_call_impl"] = module._call_impl  # run instead of `forward`
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -18,8 +18,7 @@ from torch import Tensor
 from megabatch import cli
 from megabatch.benchmarking import bench, measure
 from megabatch.benchmarking.bench import LossOptions
-from megabatch.benchmarking.measure import SANE, Record
-from megabatch.similarity.dense import clip_loss
+from megabatch.benchmarking.measure import SANE, Record, dense_clip_loss
 from tests import programs
 
 if sys.platform != "linux":
@@ -50,7 +49,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *bad: Record) -> list[tuple[str, int
 
 def test_measures_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "r.json"
-    words = ["loss", "--batch-size", "64", "--contenders", "megabatch", *TINY[:3], "--rounds=1"]
+    words = ["--batch-size", "64", "--contenders", "megabatch", *TINY[:3], "--rounds=1"]
     assert bench.main([*words, "--output", str(output)]) == 0
     shown, progress = capsys.readouterr()
     assert "clip loss, forward + backward, d = 8, float32" in shown
@@ -69,7 +68,7 @@ def test_contenders_take_turns_and_a_failed_one_is_not_tried_again(
 ) -> None:
     gone = replace(OK, contender="megabatch", status="out of memory", note="9 bytes", ms=None)
     seen = answer(monkeypatch, gone)
-    assert bench.main(["loss", "--batch-size", "100", "200", *TINY]) == 0
+    assert bench.main(["--batch-size", "100", "200", *TINY]) == 0
     one = [("megabatch", 100), ("dense", 100), ("openclip", 100)]
     assert seen[:5] == [*one, *one[1:]]
     assert seen[5:8] == [(name, 200) for name, _ in one]
@@ -83,7 +82,7 @@ def test_contenders_take_turns_and_a_failed_one_is_not_tried_again(
 )
 def test_exit_code(status: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, replace(OK, status=status))
-    assert bench.main(["loss", "--contenders", "dense", *TINY]) == code
+    assert bench.main(["--contenders", "dense", *TINY]) == code
 
 
 def test_records_of_the_sizes_done_survive_an_interrupt(
@@ -96,7 +95,7 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
 
     monkeypatch.setattr(bench, "in_process", start)
     output = tmp_path / "r.json"
-    words = ["loss", "--batch-size", "64", "128", "--contenders", "dense"]
+    words = ["--batch-size", "64", "128", "--contenders", "dense"]
     with pytest.raises(KeyboardInterrupt):
         bench.main([*words, "--output", str(output), *TINY])
     assert [r["b"] for r in json.loads(output.read_text())["records"]] == [64]
@@ -203,15 +202,15 @@ def test_a_right_loss_is_ok(contender: str, dtype: str) -> None:
 def greedy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     if len(x) > 64:
         torch.empty(1 << 60)
-    return clip_loss(x, y, scale)
+    return dense_clip_loss(x, y, scale)
 
 
 @pytest.mark.usefixtures("_small_products")
 @pytest.mark.parametrize(
     ("loss", "status", "note"),
     [
-        (lambda x, y, s: clip_loss(x, y, s) / 2, "wrong", "gradient is off by"),
-        (lambda x, y, s: clip_loss(x, y, s) * torch.nan, "wrong", "not finite"),
+        (lambda x, y, s: dense_clip_loss(x, y, s) / 2, "wrong", "gradient is off by"),
+        (lambda x, y, s: dense_clip_loss(x, y, s) * torch.nan, "wrong", "not finite"),
         (greedy, "out of memory", "tried to allocate"),
     ],
 )
@@ -231,7 +230,7 @@ def test_half_precision_runs_under_autocast(
 
     def spy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         seen.add(torch.is_autocast_enabled("cpu"))
-        return clip_loss(x, y, scale)
+        return dense_clip_loss(x, y, scale)
 
     monkeypatch.setitem(measure.CONTENDERS, "spy", lambda: spy)
     measured("spy", dtype)

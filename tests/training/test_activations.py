@@ -71,7 +71,7 @@ def test_none_on_the_cpu_unless_asked_for_and_with_one_micro_batch(changes: dict
 
 def test_what_is_no_size_is_named() -> None:
     (reason,) = problems(config_of(model="m", train_data="d", activation_memory="much"))
-    assert reason == "--activation-memory much: expected a size such as 80GiB, got 'much'"
+    assert reason == "--activation-memory much: expected auto or a size such as 20GiB"
 
 
 @pytest.fixture

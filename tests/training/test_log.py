@@ -91,7 +91,7 @@ class Full:
 def test_a_full_disk_is_told_once_and_what_was_logged_comes_later(tmp_path: Path) -> None:
     told: list[str] = []
     trackers = Trackers()
-    trackers.start(TrainConfig(output=tmp_path, report_to=""), 0, told.append)
+    trackers.start(TrainConfig(output=tmp_path, report_to=()), 0, told.append)
     trackers._metrics = full = Full(trackers._metrics)  # type: ignore[assignment]
     for step in (1, 2, 3):
         trackers.step({"step": step, "loss": 1.0})

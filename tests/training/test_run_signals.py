@@ -76,7 +76,7 @@ def test_a_signal_after_the_last_step_says_how_to_continue(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     number, code = signal.SIGUSR1, 75
-    config = make_config(tmp_path / "run", steps=3, evaluate=True, val_data=str(pictures))
+    config = make_config(tmp_path / "run", steps=3, val_data=str(pictures))
     handler = signal.getsignal(number)
     with monkeypatch.context() as patch:
         patch.setattr(evaluating, "evaluate", lambda *_: os.kill(os.getpid(), number))

@@ -101,7 +101,7 @@ def test_the_figures_are_curves(run: TrainConfig) -> None:
 def test_evaluating_leaves_the_model_and_the_random_state_as_they_are(
     make_config: MakeConfig, pictures: Path, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path / "run", evaluate=True, val_data=str(pictures), val_frequency=1)
+    config = make_config(tmp_path / "run", val_data=str(pictures), val_frequency=1)
     setup = prepare(config)
     module = setup.towers.module.train()
     state = {name: tensor.clone() for name, tensor in module.state_dict().items()}

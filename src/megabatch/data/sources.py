@@ -9,7 +9,7 @@ from typing import Any
 
 from webdataset.shardlists import expand_urls
 
-from megabatch.config.references import COMMAND, is_url
+from megabatch.config.file import COMMAND, is_url
 from megabatch.data.cache import local_copies
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder

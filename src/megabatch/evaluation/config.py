@@ -6,11 +6,10 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from megabatch.errors import UsageError, one_line
-from megabatch.hints import Interval, option, settings_of
-from megabatch.options import Positional
+from megabatch.hints import Interval, Positional, option, settings_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,14 +31,6 @@ class EvalConfig:
     was trained on the built-in glyphs, on held-out ones. Under torchrun the processes share the
     work; the figures stay the same.
     """
-
-    #: Headings of the help, by the first setting below each.
-    GROUPS: ClassVar = {
-        "run": "model",
-        "val_data": "retrieval",
-        "class_data": "classification",
-        "device": "device and speed",
-    }
 
     run: Annotated[Path | None, Positional("RUN")] = None
     """The run's folder: config.toml with model.safetensors or checkpoints."""
@@ -120,8 +111,7 @@ def check(config: EvalConfig) -> None:
     """Refuse an impossible configuration before anything is read; UsageError names the setting."""
     for name, setting in settings_of(EvalConfig).items():
         value = getattr(config, name)
-        expected = setting.expected(value) if setting.accepts(value) else setting.wanted(value)
-        if expected:
+        if expected := setting.problem(value):
             raise UsageError(f"{option(name)} {value}: expected {expected}")
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")

@@ -6,19 +6,18 @@ import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megabatch import files
-from megabatch.config.references import refuse_references
+from megabatch.config.file import refuse_references
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
 from megabatch.hints import is_reference
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.pooling import Pooling, saved_pooling
 
 
 @dataclass(frozen=True)
@@ -71,21 +70,11 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
 def open_model(name: str, pretrained: Path | None) -> Opened:
     """Build a model by name, as `megabatch.models.create`; random weights are always the same.
 
-    A text encoder that sentence-transformers saved gets the pooling that its folder names.
-
     Raises:
-        UsageError: there is no such model, its weights are missing, damaged or another model's, or
-            it has a pooling that is not ours.
+        UsageError: there is no such model, or its weights are missing, damaged or another model's.
     """
-    pooling: Any = name.startswith("hf:") and saved_pooling(Path(name.removeprefix("hf:")))
-    if pooling and pooling not in get_args(Pooling):
-        raise UsageError(
-            f"--model {name}: its sentence-transformers files name the pooling {pooling}, "
-            f"expected one of {', '.join(get_args(Pooling))}"
-        )
     torch.manual_seed(0)  # all ranks evaluate the same weights
-    options = ModelOptions(hf_pooling=pooling or "mean")
-    towers = create(name, pretrained=pretrained, options=options)
+    towers = create(name, pretrained=pretrained)
     in_folder = ":" in name and not is_reference(name)
     own = Path(name.partition(":")[2]) if in_folder else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)

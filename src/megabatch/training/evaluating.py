@@ -34,20 +34,19 @@ def problems(config: TrainConfig, first: str) -> list[str]:
 
     `first`: the model's first input, "image" or "text".
     """
-    if not config.evaluate:
+    if config.val_data is None:
         return []
     try:
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data is None:  # the glyphs, and digits too
+            if config.val_data == "glyphs":  # and digits too
                 importlib.import_module("sklearn.datasets")
     except MissingLibrary as missing:
-        return [f"--evaluate: {missing}"]
-    if config.val_data in (None, "glyphs"):
+        return [f"--val-data: {missing}"]
+    if config.val_data == "glyphs":
         return []
     from megabatch.evaluation.captions import open_val_data, reading_of
 
-    assert config.val_data is not None
     try:
         with naming("--val-data"):
             reading = reading_of(vars(config))
@@ -80,7 +79,6 @@ def evaluate(
             config.output,
             device=world.device.type if world.size > 1 else str(world.device),
             group=world.group,
-            val_data=config.val_data,
             on_figures=record_last,
             trust=True,  # this run wrote the folder, and has run the model's code
         )
@@ -97,7 +95,7 @@ class Validation:
     random state. All ranks call every method together.
 
     Args:
-        config: has `evaluate`.
+        config: has `val_data`.
         world: the ranks, which share the work.
 
     Raises:
@@ -114,7 +112,7 @@ class Validation:
         with random_state_kept():
             self._towers = create(config.model, options=ModelOptions.of(settings))
         opened = Opened(self._towers, None, config.output, settings)
-        evaluation = EvalConfig(run=config.output, val_data=config.val_data)
+        evaluation = EvalConfig(run=config.output, trust=True)
         tasks, classes = world.attempt(lambda: open_tasks(evaluation, opened))
         check_ranks(evaluation, opened, tasks, classes, world.group)
         # Baselines do not depend on the weights.

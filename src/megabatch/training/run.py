@@ -13,8 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from megabatch.config.file import save_config
-from megabatch.config.resolve import Given
-from megabatch.config.settings import TrainConfig, activation_bytes, tracker_names
+from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.data import Batch
 from megabatch.data.late import DecodingStopped
 from megabatch.errors import OutOfMemory, UsageError, one_line, plural
@@ -41,7 +40,6 @@ def train(
     config: TrainConfig,
     *,
     resume_command: str = "the same with --resume",
-    given: Given | None = None,
 ) -> int:
     """Train as configured, into the folder `config.output`.
 
@@ -49,11 +47,8 @@ def train(
     together; rank 0 writes files and prints.
 
     Args:
-        config: the run's settings. Of two that conflict, the one from the weaker source changes,
-            and a line says so.
+        config: the run's settings.
         resume_command: the command to print after an interruption.
-        given: the sources of the settings. By default, values other than the defaults count as
-            options.
 
     Returns:
         0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL) for
@@ -68,11 +63,11 @@ def train(
         try:
             with joined(config) as world, _told_once(world):
                 console = plain_console(quiet=not world.main)
-                setup = prepare(config, world, given=given)
+                setup = prepare(config, world)
                 config = setup.config
                 step, received = _train(setup, console, trackers, resume_command)
                 del setup  # its memory is for the evaluation
-                if config.evaluate and not received:
+                if config.val_data is not None and not received:
                     with _continued(console, resume_command):
                         evaluating.evaluate(config, step, world, console, trackers)
         except Ended as ended:
@@ -313,11 +308,11 @@ class Run:
             if advice := collapse_advice(records, self.config):
                 self.console.print(f"  {advice}")
         self.console.print(f"weights: {weights}")
-        if "tensorboard" in tracker_names(self.config):
+        if "tensorboard" in self.config.report_to:
             self.console.print(
                 f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
             )
-        if not self.config.evaluate:
+        if self.config.val_data is None:
             self.console.print(f"next:    {next_command(self.config)}")
 
     def _batches(self) -> Iterator[Batch]:

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from megabatch.config.file import to_dict
-from megabatch.config.objective import check_custom, create_objective
-from megabatch.config.problems import Conflict, problems, unnamed, wrong_types
-from megabatch.config.resolve import (
-    Given,
-    fine_tuned,
-    given_in,
-    length_conflicts,
-    name_defaults,
-    resolve,
-)
+from megabatch.config.file import FINE_TUNING, to_dict
+from megabatch.config.objective import create_objective
+from megabatch.config.problems import problems, schedule_problems
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
@@ -28,10 +19,9 @@ from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
-from megabatch.models import ModelOptions, Towers, create
+from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import layer_ids, lock
-from megabatch.models.pooling import saved_pooling
+from megabatch.models.layers import lock
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
@@ -63,58 +53,43 @@ class Setup:
     notes: Sequence[str] = ()
 
 
-def prepare(
-    config: TrainConfig, world: World | None = None, *, given: Given | None = None
-) -> Setup:
+def prepare(config: TrainConfig, world: World | None = None) -> Setup:
     """Open the data, build the model, and check the configuration.
 
     Args:
         config: the run's settings.
         world: its processes. Default: this one, on the CPU.
-        given: the sources of the settings; see `resolve.given_in` for the default.
 
     Raises:
         UsageError: the run is impossible, here or on another rank; the message has all reasons.
     """
     world = world or World(torch.device("cpu"))
-    known = given_in(config) if given is None else given
-    setup = world.attempt(lambda: _prepare(config, world, known))
+    setup = world.attempt(lambda: _prepare(config, world))
     _check_ranks(setup)
-    if is_reference(setup.config.loss):
-        # By itself, since the loss may communicate: no rank may have failed before.
-        world.attempt(lambda: _check_loss(setup))
     return setup
 
 
-def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
+def _prepare(config: TrainConfig, world: World) -> Setup:
     """As `prepare`, on this rank: the settings, the data, the model, and then the loader."""
-    if missing := unnamed(config):
-        raise UsageError(name_defaults(missing, given))
-    if wrong := wrong_types(config):
-        raise UsageError(all_of(wrong))
-    config, notes = resolve(config, given)
-    config, more = fine_tuned(config, given)
-    notes += more
+    if reasons := problems(config, "model", "train_data"):
+        raise UsageError(all_of(reasons))
+    notes = []
     if config.torchcompile is None:
         config = replace(config, torchcompile=world.device.type == "cuda")
         if config.torchcompile:
             notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
-    reasons = problems(config)
-    if not reasons and world.main:
+    if world.main:
         reasons += folder_problems(config) + trackers.problems(config)
 
     dataset = _attempt(reasons, lambda: open_data(config))
     if dataset is not None:
         pairs = pairs_per_epoch(dataset)
-        config, more = resolve(config, given, lambda c: too_short(c, pairs))
-        notes += more
         if too_few := length_problems(config, pairs, world.size):
             # Damaged sources may be the reason.
             damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
             reasons += too_few + damage
 
-    if not reasons:
-        torch.manual_seed(config.seed)
+    torch.manual_seed(config.seed)
     towers = _attempt(reasons, lambda: build_towers(config))
     transform = None
     if dataset is not None and towers is not None:
@@ -123,7 +98,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         notes += model_notes(config, towers)
         transform = _attempt(reasons, lambda: train_transform(config, towers))
     if reasons or dataset is None or towers is None or transform is None:
-        raise UsageError(name_defaults(all_of(reasons), given))
+        raise UsageError(all_of(reasons))
 
     loader = PairLoader(
         dataset,
@@ -141,7 +116,6 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     )
     total_steps = _total_steps(config, pairs_per_epoch(dataset))
     notes += length_notes(config, pairs_per_epoch(dataset), total_steps)
-    notes = [name_defaults(note, given) for note in notes]
     return Setup(config, world, towers, loader, total_steps, notes)
 
 
@@ -174,17 +148,10 @@ def _check_ranks(setup: Setup) -> None:
 
 
 def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
-    """Lines on what a user may not expect of a model: its padding, its pooling, its weights."""
-    notes = []
+    """Lines on what a user may not expect of a model: its padding, its weights."""
+    notes = weight_notes(config)
     if config.trim_texts and not towers.lengths:
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
-    prefix, _, folder = config.model.partition(":")
-    own = saved_pooling(Path(folder)) if prefix == "hf" and towers.first == "text" else ""
-    if own not in ("", config.hf_pooling):
-        notes.append(
-            f"--hf-pooling {config.hf_pooling} is used, although sentence-transformers' files in "
-            f"{folder} name {own}"
-        )
     # OpenCLIP's trainer starts such a tower with the weights that its name stands for.
     text: Any = getattr(towers.module, "text", None)
     loaded = config.pretrained or config.pretrained_text_path or ":" in config.model
@@ -194,6 +161,24 @@ def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
             "which OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
         )
     return notes
+
+
+def weight_notes(config: TrainConfig) -> list[str]:
+    """A line on the learning rate of a model that starts with weights, unless it was chosen."""
+    source = config.model if config.pretrained is None else f"--pretrained {config.pretrained}"
+    trained = names.is_trained(config.model) or config.pretrained is not None
+    rates = {name: getattr(config, name) for name in FINE_TUNING}
+    if not trained or config.lock_image or config.lock_text:
+        return []
+    if rates == FINE_TUNING and names.is_text_encoder(config.model):
+        chosen = " ".join(with_value(name, value) for name, value in rates.items())
+        return [f"{source} has weights, so the defaults are those of fine-tuning: {chosen}"]
+    if config.lr == TrainConfig.lr:
+        return [
+            f"{source} has weights, but {with_value('lr', config.lr)} is meant for random ones; "
+            "fine-tuning usually takes 1e-5 to 1e-4"
+        ]
+    return []
 
 
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
@@ -224,21 +209,12 @@ def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
 
 def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
     """Reasons why a data set with this many pairs per epoch is too small for the run."""
-    if config.global_batch_size < 1:
-        return []
     batch = with_value("global_batch_size", config.global_batch_size)
     if config.global_batch_size < ranks:
         return [f"{batch}: expected at least 1 for each of {ranks} processes"]
     if config.global_batch_size > pairs:
         return [f"{batch}: expected at most {pairs}, the pairs that there are"]
-    return [conflict.reason for conflict in too_short(config, pairs)]
-
-
-def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
-    """Conflicts between the run's length, with this many pairs per epoch, and its schedule."""
-    if config.global_batch_size < 1:
-        return []
-    return length_conflicts(config, _total_steps(config, pairs))
+    return schedule_problems(config, _total_steps(config, pairs))
 
 
 def length_notes(config: TrainConfig, pairs: int, total_steps: int) -> list[str]:
@@ -296,13 +272,10 @@ def build_towers(config: TrainConfig) -> Towers:
     if config.pretrained_text_path is not None:
         load_tower(module, "text", config.pretrained_text_path)
     if config.lock_image:
-        unlocked = config.lock_image_unlocked_groups
-        lock(module, "image", unlocked=unlocked, freeze_bn_stats=config.lock_image_freeze_bn_stats)
+        lock(module, "image", unlocked=config.lock_image_unlocked_groups)
     if config.lock_text:
         lock(module, "text", unlocked=config.lock_text_unlocked_layers)
     _freeze_unused(config, module)
-    if config.layer_decay is not None and not layer_ids(module):
-        raise UsageError(f"--layer-decay: {config.model} has no numbered layers")
     if max(config.matryoshka_dims, default=0) > towers.embed_dim:
         raise UsageError(
             f"--matryoshka-dims {max(config.matryoshka_dims)}: the features of {config.model} "
@@ -325,14 +298,6 @@ def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
         bias.requires_grad_(False)
     if not takes & {"logit_scale", "temperature"}:
         module.get_parameter("logit_scale").requires_grad_(False)
-
-
-def _check_loss(setup: Setup) -> None:
-    """Raise a UsageError if a loss of the user's own cannot be trained with; see `check_custom`."""
-    config, towers, device = setup.config, setup.towers, setup.world.device
-    has_bias = getattr(towers.module, "logit_bias", None) is not None
-    objective = create_objective(config).to(device)
-    check_custom(objective, config.loss, towers.embed_dim, device, has_bias=has_bias)
 
 
 def _total_steps(config: TrainConfig, pairs: int) -> int:

@@ -27,7 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megabatch import files
 from megabatch.config.file import to_dict
-from megabatch.config.settings import TrainConfig, tracker_names
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import one_line
 from megabatch.imports import missing
 
@@ -198,7 +198,7 @@ class Trackers(AbstractContextManager["Trackers"]):
             if path.exists():
                 _truncate(path, resumed_step)
         self._metrics = (self._folder / _METRICS).open("a", encoding="utf-8")
-        for name in tracker_names(config):
+        for name in config.report_to:
             self._attempt(name, partial(self._start, name, config, resumed_step))
 
     def step(self, record: dict[str, Any]) -> None:
@@ -272,7 +272,7 @@ def problems(config: TrainConfig) -> list[str]:
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         libraries["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
     reasons = []
-    for name in tracker_names(config):
+    for name in config.report_to:
         absent = [library for library in libraries.get(name, ()) if not _installed(library)]
         if absent:
             reasons.append(f"--report-to {name}: {missing(absent[0], 'watch')}")

@@ -18,7 +18,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
-from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
+from megabatch.models.blocks import checkpoint_activations, compile_blocks
 from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths
 from megabatch.torch_internals import is_compile_error
@@ -93,7 +93,7 @@ class Trainer:
         trimmed = (lengths or {}) if config.trim_texts else {}
         self.news: list[str] = []
         if config.torchcompile:
-            CompiledBlocks(self.module, trimmed, self.news.append)
+            compile_blocks(self.module, trimmed)
         self._statistics = running_statistics(self.module)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
@@ -247,15 +247,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def _compilable(self) -> Iterator[None]:
-        """Name the option if a backward pass cannot be compiled; forward passes run without."""
+        """Name the option that trains without compilation if it fails."""
         try:
             yield
         except RuntimeError as error:
             if not is_compile_error(error):
                 raise
             raise TrainingStopped(
-                f"rank {self.world.rank}: torch.compile fails for a backward pass "
-                f"(--no-torchcompile trains without it): {one_line(error, 200)}"
+                f"rank {self.world.rank}: torch.compile fails (--no-torchcompile trains without "
+                f"it): {one_line(error, 200)}"
             ) from error
 
     def _check_loss_scale(self) -> None:

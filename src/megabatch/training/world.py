@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
-from megabatch.errors import UsageError, one_line, plural
+from megabatch.errors import UsageError, one_line
 from megabatch.ranks import (
     Gone,
     all_gather_values,
@@ -29,7 +29,6 @@ from megabatch.ranks import (
     on_all_ranks,
     raise_on_all_ranks,
 )
-from megabatch.similarity import set_abort_on_lost_rank
 
 T = TypeVar("T")
 
@@ -128,15 +127,11 @@ def joined(config: TrainConfig) -> Iterator[World]:
         UsageError: the environment or the device is not usable, or the other ranks do not come.
     """
     rank, size, local_rank = place(os.environ)
-    device = torch.device("cpu")
     if size == 1:
-        # For an invalid name the CPU: `problems` reports it with all others.
-        with suppress(ValueError):
-            device = resolve_device(config.device)
-        yield World(device)
+        yield World(resolve_device(config.device))
         return
     try:
-        device = _device_of(config.device, local_rank)
+        device = resolve_device(config.device, local_rank)
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise UsageError(
                 f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
@@ -161,12 +156,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
             f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']}: {one_line(error, 400)}"
         ) from error
-    before = set_abort_on_lost_rank(True)  # the launcher then stops the others, or restarts all
-    try:
-        yield world
-        leave()  # not after an error: it would wait for ranks that may be gone
-    finally:
-        set_abort_on_lost_rank(before)
+    yield world
+    leave()  # not after an error: it would wait for ranks that may be gone
 
 
 def leave() -> None:
@@ -209,24 +200,3 @@ def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
     """`megabatch train` with these options, and in how many processes it was started."""
     command, size = shlex.join(["megabatch", "train", *options]), place(environ)[1]
     return command if size == 1 else f"{command} (in {size} processes, started as before)"
-
-
-def _device_of(name: str, local_rank: int) -> torch.device:
-    try:
-        device = resolve_device(name)
-    except ValueError as error:
-        raise UsageError(f"--device {error}") from error
-    if device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise UsageError(
-            f"--device {name}: with several processes each takes its own: cuda or auto"
-        )
-    count = torch.cuda.device_count()
-    if count == 1:  # the launcher makes one device visible to each process
-        return torch.device("cuda", 0)
-    if local_rank >= count:
-        raise UsageError(
-            f"--device: process {local_rank} of this machine, which has {plural(count, 'GPU')}"
-        )
-    return torch.device("cuda", local_rank)
