@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
-from megabatch.errors import UsageError, are, plural
+from megabatch.errors import UsageError, plural
 from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.hints import is_reference
@@ -212,7 +212,8 @@ class Planner:
         kept = self._kept(config, rows, micro, parts)
         note = f"{micro.largest.kept / 2**20:,.0f} MiB for {plural(size, 'pair')}"
         if kept:
-            note += f"; {kept:,} of {micro.count:,} micro-batches {are(kept)} encoded once"
+            are = "is" if kept == 1 else "are"
+            note += f"; {kept:,} of {micro.count:,} micro-batches {are} encoded once"
         parts.append(Part("activations", micro.nbytes(kept), note))
         gradients = state_bytes(self.towers.module, config, machine.count).gradients
         width, compiled = self.towers.embed_dim, self._compiled

@@ -10,7 +10,7 @@ from megabatch.config.file import Start, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
-from megabatch.hints import Interval, parse_bytes
+from megabatch.hints import SIZE, Form, Interval, parse_bytes
 from megabatch.planning.machine import DATASHEETS, other_machine, this_machine
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class PlanOptions:
 
     gpus: Annotated[int, Interval(at_least=1)] = 1
     """Number of GPUs, or of processes on the CPU."""
-    gpu_memory: str | None = None
+    gpu_memory: Annotated[str | None, Form(SIZE, "a size such as 80GiB")] = None
     """Memory per GPU of another machine, such as 80GiB. Default: that of --gpu-name, or this
     machine."""
     gpu_name: str = ""
@@ -80,10 +80,7 @@ def main(argv: list[str]) -> int:
 def _memory(options: PlanOptions) -> int | None:
     """Bytes of each GPU of another machine; None: the plan is for this one."""
     if options.gpu_memory is not None:
-        try:
-            return parse_bytes(options.gpu_memory)
-        except ValueError as error:
-            raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
+        return parse_bytes(options.gpu_memory)
     if options.gpu_name and options.gpu_name not in DATASHEETS:  # "A100-SXM4-40GB" is another one
         raise UsageError(
             f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
