@@ -98,7 +98,7 @@ def test_other_pairs_are_evaluated_among_their_own_captions(run: Path, csv: Path
     html = (run / "report.html").read_text()
     assert "red &amp; &lt;i&gt;bold&lt;/i&gt;" in html
     assert "<i>bold" not in html
-    assert "Skipped:" in html
+    assert "left out:" in html
 
 
 @pytest.mark.usefixtures("no_report")

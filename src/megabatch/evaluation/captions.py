@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -118,18 +117,6 @@ def _cleaned(captions: list[Any], key: str) -> list[str]:
     return kept or [clean_caption("", key)]
 
 
-@dataclass(frozen=True)
-class _Joined:
-    """An image or first text: the first row that has it, and the captions of all its rows.
-
-    captions: empty for a row that cannot be used.
-    """
-
-    table: int
-    row: int
-    captions: list[str] = field(default_factory=list)
-
-
 class JoinedRows(Samples):
     """The images or first texts of tables, each once, with the captions of all their rows.
 
@@ -142,30 +129,30 @@ class JoinedRows(Samples):
         self.first = self.tables[0].first
         self.damage = [line for table in self.tables for line in table.damage]
         self.notes = [line for table in self.tables for line in table.notes]
-        samples: dict[Any, _Joined] = {}
+        samples: dict[Any, tuple[int, int, list[str]]] = {}  # the first table, its row, captions
         for number, table in enumerate(self.tables):
             for row in range(len(table)):
-                place = number, row
                 try:
                     same, captions = _read(table, row)
                 except BadSample:
                     same, captions = None, []
-                joined = samples.setdefault(place if same is None else same, _Joined(*place))
-                joined.captions.extend(captions)
+                place = number, row
+                *_, joined = samples.setdefault(place if same is None else same, (*place, []))
+                joined.extend(captions)
         self._samples = list(samples.values())
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
-        joined = self._samples[index]
-        table = self.tables[joined.table]
-        if not joined.captions:
-            _read(table, joined.row)  # raises BadSample
-        key, first = table.key(joined.row), table.first_of(joined.row)
+        number, row, captions = self._samples[index]
+        table = self.tables[number]
+        if not captions:
+            _read(table, row)  # raises BadSample
+        key, first = table.key(row), table.first_of(row)
         if self.first == "text":
-            return Sample(first.strip(), list(dict.fromkeys(joined.captions)), key)
-        return Sample(decode_image(table.files.read(first, key), key), joined.captions, key)
+            return Sample(first.strip(), list(dict.fromkeys(captions)), key)
+        return Sample(decode_image(table.files.read(first, key), key), captions, key)
 
 
 def _read(table: Any, row: int) -> tuple[Any, list[str]]:
