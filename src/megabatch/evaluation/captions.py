@@ -11,7 +11,7 @@ from typing import Any
 from megabatch.data import open_pairs
 from megabatch.data.grey import is_grey_folder
 from megabatch.data.images import decode_image, decoded
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption
+from megabatch.data.pairs import BadSample, PairDataset, check_usable, clean_caption, is_blank
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, Samples
@@ -84,7 +84,9 @@ def open_captioned(
     from megabatch.data.tables import Wanted, open_tables  # needs pyarrow
 
     wanted = Wanted(image_column, query_column, caption_column, separator, lists=True)
-    return JoinedRows(open_tables(find_files(spec), wanted))
+    rows = JoinedRows(open_tables(find_files(spec), wanted))
+    check_usable(rows, spec)
+    return rows
 
 
 def _is_table(source: str) -> bool:
@@ -114,7 +116,7 @@ class CaptionedPairs(Samples):
 
 def _cleaned(captions: list[Any], key: str) -> list[str]:
     """The captions, stripped, without the empty ones; BadSample if none is left or is not text."""
-    kept = [clean_caption(one, key) for one in captions if str(one or "").strip()]
+    kept = [clean_caption(one, key) for one in captions if not is_blank(one)]
     return kept or [clean_caption("", key)]
 
 
