@@ -61,8 +61,8 @@ class TrainConfig:
     or a text encoder; glyph-small; or module:function, your own. `megabatch models` lists all
     names."""
     pretrained: Path | None = None
-    """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a folder that
-    open_clip or a run wrote."""
+    """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a run's
+    folder."""
     pretrained_image_path: Path | None = None
     """Initial weights of the image tower, loaded after --pretrained: of a model, a tower or a
     trunk."""
