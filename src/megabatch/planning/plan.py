@@ -320,8 +320,7 @@ class Planner:
             dtype = AUTOCAST[config.precision]  # as GradientCache keeps them
         machine, width = self.machine, self.towers.embed_dim
         locked = locked_towers(self.towers.module)
-        where = machine.device, machine.count, locked, machine.hosts
-        loss = loss_bytes(config, rows, width, dtype, *where)
+        loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
         one, sides = rows * width * dtype.itemsize, 2 + config.hard_negatives
         on_host = machine.device == "cuda" and one >= LARGE
         waiting = 0 if on_host else (sides - len(locked)) * one
