@@ -29,7 +29,7 @@ from machinery.definitions import captions, tokenized, words_and_definitions
 from megabatch.config.settings import TrainConfig
 from megabatch.gradient_cache.batches import equal_rows
 from megabatch.models import Towers, create
-from megabatch.models.layers import Tower
+from megabatch.models.towers import Tower
 from megabatch.planning.machine import datasheet, other_machine
 from megabatch.planning.micro_batches import TextLengths, Widths, cut
 from megabatch.planning.plan import Plan, Planner

@@ -9,7 +9,7 @@ from PIL import Image
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.planning import Machine, make_plan
 from megabatch.planning.machine import other_machine
 from megabatch.planning.memory import state_bytes

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from megabatch.models import create
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.planning import towers
 from megabatch.planning.towers import Sample, counted, measure, sample_of
 from tests.planning.allocator import peak_bytes

@@ -14,7 +14,7 @@ import torch
 from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.gradient_cache.batches import equal_token_runs, growth
 from megabatch.models import Towers
-from megabatch.models.layers import Tower
+from megabatch.models.towers import Tower
 from megabatch.planning.towers import MicroBatch, Work
 
 #: Texts are cut to multiples of this many tokens (`megabatch.models.padding.trimmed`).

@@ -19,7 +19,7 @@ from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
-from megabatch.models.layers import Tower, locked_towers
+from megabatch.models.towers import Tower, locked_towers
 from megabatch.planning.machine import DATASHEETS, Machine
 from megabatch.planning.memory import AUTOCAST, loss_bytes, state_bytes
 from megabatch.planning.micro_batches import (

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megabatch import torch_internals
 from megabatch.models import Towers
-from megabatch.models.layers import Tower, locked_towers
+from megabatch.models.towers import Tower, locked_towers
 from megabatch.planning.memory import AUTOCAST
 from megabatch.torch_internals import (
     TorchDispatchMode,
