@@ -427,8 +427,8 @@ class Planner:
         if smaller := self._smaller():
             return f"--micro-batch-size {smaller.config.micro_batch_size} fits"
         if size := self.largest_batch(micro_batch_size=1):
-            smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
-            return f"no micro-batch size fits; {smaller}"
+            batch = f"--global-batch-size {size} does, with a small --micro-batch-size"
+            return f"no micro-batch size fits; {batch}"
         more = "" if self.config.grad_checkpointing else ", --grad-checkpointing"
         return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
 
