@@ -1,12 +1,10 @@
 """The built-in glyph set: images of characters with their Unicode names.
 
 Every letter, number, punctuation mark and symbol (Unicode general categories L, N, P, S) that one
-of the 14 DejaVu faces inside matplotlib can draw: 45,715 images of 6,494 names. Marks, separators
-and control characters are left out: they have no shape of their own. 21 of the images are blank
-in the font itself (the blank Braille pattern, the object replacement character).
-
-The same name recurs in up to 14 faces, which makes real false negatives, and 13% of a face's
-characters look exactly like another character of that face (Latin A, Greek Alpha).
+of the 14 DejaVu faces inside matplotlib can draw: 45,715 images of 6,494 names. 21 of the images
+are blank in the font itself. The same name recurs in up to 14 faces, which makes real false
+negatives, and 13% of a face's characters look exactly like another one of that face (Latin A, Greek
+Alpha).
 """
 
 from __future__ import annotations
@@ -83,13 +81,10 @@ class GlyphSet:
     def split(self, name: str) -> GlyphSet:
         """Return one part of the set.
 
-        "train": names that are not held out, in the faces that are not held out.
-        "faces": the held-out faces' images of names that occur in "train".
-        "characters": images of held-out names, in the faces that are not held out.
-        "all": everything; the names that only the held-out faces can draw, and their images of
-        held-out names, are in no other split.
-
-        Images, names: train 36,098 of 5,758; faces 5,804 of 2,902; characters 3,097 of 504.
+        "train": names that are not held out, in the other faces: 36,098 images of 5,758 names.
+        "faces": the held-out faces' images of these names: 5,804 of 2,902.
+        "characters": images of held-out names, in the other faces: 3,097 of 504.
+        "all": everything, which is more than the other parts together.
 
         Raises:
             ValueError: there is no such split.
@@ -118,9 +113,6 @@ def is_held_out(name: str) -> bool:
 
 def load_glyphs() -> GlyphSet:
     """Return the glyph set, rendered on first use (about two seconds) and cached.
-
-    The cache knows the fonts and all else that determines the pixels, so a new matplotlib or Pillow
-    has a set of its own.
 
     Raises:
         UsageError: matplotlib is installed without its fonts.

@@ -21,8 +21,7 @@ class MixedPairs(ConcatDataset[Pair]):
 
     A source of n samples with factor f gives round(f * n) of an epoch's pairs, at random positions.
     The factor is how often each of its samples comes, like OpenCLIP's upsampling factors, but
-    exact: with factor 1 once per epoch, with 2 twice, with 1/2 in every other epoch. To draw
-    equally from all sources, make the factors inversely proportional to their sizes. If all factors
+    exact: with factor 1 once per epoch, with 2 twice, with 1/2 in every other epoch. If all factors
     are 1, the sources are shuffled as one.
 
     Args:
@@ -31,9 +30,8 @@ class MixedPairs(ConcatDataset[Pair]):
         factors: above 0, one per source; default: all 1.
 
     Attributes:
-        first: "image" or "text". parts: see `Part`.
+        first, parts, damage, notes: see `PairDataset`.
         shares: a line for each source, its size and its draws; empty if all factors are 1.
-        damage, notes: those of all sources.
 
     Raises:
         UsageError: an epoch would draw nothing from a source, or the sources are of different

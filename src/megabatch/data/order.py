@@ -44,10 +44,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Order:
-    """The order of a data set's samples in each epoch, the same for any number of ranks.
+    """The order of a data set's samples in each epoch; `epoch` and `position`: of the next one.
 
-    Each part has an order of its own, and the parts are interleaved at random. `epoch` and
-    `position` identify the next sample.
+    Each part has an order of its own, and the parts are interleaved at random.
     """
 
     parts: Sequence[Part]

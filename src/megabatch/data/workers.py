@@ -33,11 +33,8 @@ class WorkerLoader(Generic[S, T]):
     timeout is over, which may be ten minutes: the signal that would tell it at once reaches the
     main thread alone, and has no effect if somebody else has asked for the process's exit status.
 
-    Args:
-        make: what the processes do.
-        workers: processes, at least 1.
-        prefetch: items in flight per worker.
-        timeout: seconds without a result after which iterating raises a UsageError; 0: no limit.
+    workers: processes, at least 1; prefetch: items in flight for each; timeout: seconds without a
+    result after which iterating raises a UsageError, 0: no limit.
     """
 
     def __init__(
