@@ -17,7 +17,7 @@ from megabatch.config.file import parse
 from megabatch.errors import UsageError
 from megabatch.models import create
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import locked_towers
+from megabatch.models.towers import locked_towers
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,

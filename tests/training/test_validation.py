@@ -18,8 +18,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megabatch.cli import main
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.evaluation import evaluate_run
-from megabatch.evaluation.classification import Ranked
-from megabatch.evaluation.table import ACCURACY
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig, checkpoint, evaluating, train
 from megabatch.training.evaluating import Validation, figures, keep_best
@@ -122,7 +120,7 @@ def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
     def lose(*_: object, **__: object) -> None:
         raise CommunicationError("rank 1 of the group is gone")
 
-    monkeypatch.setattr("megabatch.evaluation.tasks.score", lose)
+    monkeypatch.setattr("megabatch.evaluation.run.score_all", lose)
     monkeypatch.setattr("megabatch.evaluation.evaluate_run", lose)
     monkeypatch.setattr(World, "tensors_from_main", lambda self, tensors: tensors.items())
     world = World(torch.device("cpu"), 0, 2)
@@ -131,13 +129,6 @@ def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
         validation.figures(load_file(run.output / "model.safetensors"))
     with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
         evaluating.evaluate(run, 12, world, Console(quiet=True), Trackers())
-
-
-def test_the_names_of_a_classification_s_figures() -> None:
-    zeros = torch.zeros(2, dtype=torch.int64)
-    of_classes = Ranked(zeros, zeros, zeros).figures()
-    assert list(of_classes) == ["top1", "top5", "mean_per_class_recall"]  # as Validation.names
-    assert len(ACCURACY) == len(of_classes)
 
 
 def test_an_unknown_metric_is_refused_before_anything_is_trained(

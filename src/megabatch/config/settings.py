@@ -61,8 +61,8 @@ class TrainConfig:
     or a text encoder; glyph-small; or module:function, your own. `megabatch models` lists all
     names."""
     pretrained: Path | None = None
-    """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a folder that
-    open_clip or a run wrote."""
+    """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a run's
+    folder."""
     pretrained_image_path: Path | None = None
     """Initial weights of the image tower, loaded after --pretrained: of a model, a tower or a
     trunk."""
@@ -245,8 +245,8 @@ class TrainConfig:
     """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
     output folder, under best; 0: only at the end."""
     best_metric: Annotated[str | None, MAY_CHANGE] = None
-    """The figure of the best weights, such as pairs/image_to_text/recall@1 or digits/top1. Default:
-    recall@1 from images (or first texts) to texts, of the first task."""
+    """The figure of the best weights, such as pairs/image_to_text/recall@10. Default: recall@1 from
+    images (or first texts) to texts, of the first task."""
 
 
 #: The micro-batch size that "auto" stands for where sizes are not measured.

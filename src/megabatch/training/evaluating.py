@@ -7,7 +7,6 @@ import importlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megabatch.models import ModelOptions, create
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
-# Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
+# Evaluation needs matplotlib and jinja2, so it is imported only if requested.
 
 
 def problems(config: TrainConfig, first: str) -> list[str]:
@@ -39,8 +38,6 @@ def problems(config: TrainConfig, first: str) -> list[str]:
     try:
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data == "glyphs":  # and digits too
-                importlib.import_module("sklearn.datasets")
     except MissingLibrary as missing:
         return [f"--val-data: {missing}"]
     if config.val_data == "glyphs":
@@ -113,11 +110,8 @@ class Validation:
             self._towers = create(config.model, options=ModelOptions.of(settings))
         opened = Opened(self._towers, None, config.output, settings)
         evaluation = EvalConfig(run=config.output, trust=True)
-        tasks, classes = world.attempt(lambda: open_tasks(evaluation, opened))
-        check_ranks(evaluation, opened, tasks, classes, world.group)
-        # Baselines do not depend on the weights.
-        self._tasks = [replace(task, baseline=None) for task in tasks]
-        self._classes = classes
+        self._tasks = world.attempt(lambda: open_tasks(evaluation, opened))
+        check_ranks(evaluation, opened, self._tasks, world.group)
         if config.best_metric is not None and config.best_metric not in self.names():
             raise UsageError(
                 f"--best-metric {config.best_metric}: expected one of {', '.join(self.names())}"
@@ -125,15 +119,15 @@ class Validation:
 
     def names(self) -> list[str]:
         """The names of the figures."""
-        from megabatch.evaluation.table import WAYS
-        from megabatch.evaluation.tasks import KS
+        from megabatch.evaluation.table import ACCURACY, RETRIEVAL, WAYS
+        from megabatch.evaluation.tasks import ClassTask
 
-        of_way = [*(f"recall@{k}" for k in KS), "median_rank"]
-        found = [f"{t.key}/{way}/{name}" for t in self._tasks for way in WAYS for name in of_way]
-        if self._classes is not None:
-            of_classes = ("top1", "top5", "mean_per_class_recall")
-            found += [f"{self._classes.key}/{name}" for name in of_classes]
-        return found
+        of_ways = [f"{way}/{name}" for way in WAYS for name in RETRIEVAL.values()]
+        return [
+            f"{task.key}/{name}"
+            for task in self._tasks
+            for name in (ACCURACY.values() if isinstance(task, ClassTask) else of_ways)
+        ]
 
     def figures(self, weights: dict[str, Tensor]) -> dict[str, float]:
         """The figures of full weights, which only rank 0 needs to have; the same on every rank.
@@ -141,23 +135,17 @@ class Validation:
         Raises:
             UsageError: the features are not finite, or no sample can be read.
         """
-        from megabatch.evaluation.classification import score_classes
         from megabatch.evaluation.embed import Encoder
-        from megabatch.evaluation.tasks import score
+        from megabatch.evaluation.run import score_all
 
         module, world = self._towers.module, self._world
         encoder = Encoder(self._towers, str(world.device), group=world.group)
         with world.failures("evaluating"), random_state_kept():
             module.to(world.device)
             module.load_state_dict(dict(world.tensors_from_main(weights)))
-            retrieval = {
-                task.key: {"model": score(encoder, task)[0]["model"]} for task in self._tasks
-            }
-            zero_shot: dict[str, Any] = {}
-            if self._classes is not None:
-                zero_shot[self._classes.key] = score_classes(encoder, self._classes).zero_shot
+            entries, _ = score_all(encoder, self._tasks)
             module.to("cpu")
-        return figures({"retrieval": retrieval, "zero_shot": zero_shot})
+        return figures(entries)
 
 
 def figures(evaluation: dict[str, Any]) -> dict[str, float]:

@@ -30,7 +30,7 @@ from megabatch.gradient_cache.batches import MicroBatch, divided, to_device
 from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.gradient_cache.second_pass import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.wrappers import Wrappers
-from megabatch.models.layers import locked_towers
+from megabatch.models.towers import locked_towers
 from megabatch.planning.machine import FRAGMENTATION
 from megabatch.planning.memory import loss_bytes, state_bytes
 from megabatch.planning.micro_batches import kept_at_most, kept_count

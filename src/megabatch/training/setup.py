@@ -21,7 +21,7 @@ from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
@@ -251,11 +251,11 @@ def open_data(config: TrainConfig) -> PairDataset:
 
 def data_for_plan(
     config: TrainConfig, dataset: PairDataset, towers: Towers
-) -> tuple[float | None, TextLengths | None]:
-    """Mean bytes of image files that are decoded late, and lengths of texts, if they count."""
+) -> tuple[float | None, TextLengths]:
+    """Mean bytes of image files that are decoded late, and lengths of texts, if they are cut."""
     cut = config.trim_texts and towers.lengths
     files = mean_bytes(dataset) if config.decode == "late" else None
-    return files, sampled_lengths(dataset, towers) if cut else None
+    return files, sampled_lengths(dataset, towers) if cut else TextLengths()
 
 
 def build_towers(config: TrainConfig) -> Towers:
