@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from megabatch.data.loader import Batch, PairLoader
-from megabatch.data.mixture import MixedPairs
-from megabatch.data.order import Part, pairs_per_epoch, parts_of
+from megabatch.data.order import MixedPairs, Part, pairs_per_epoch, parts_of
 from megabatch.data.pairs import BadSample
 from megabatch.data.shards import ShardPairs
 from megabatch.data.sources import find_files, open_pairs

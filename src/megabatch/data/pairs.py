@@ -64,8 +64,7 @@ class EncodedImage:
         """The pixels of a colour JPEG file, uint8 (height, width, 3); None for any other file.
 
         They are Pillow's: both libraries have libjpeg-turbo, and a file with a fault of any kind
-        is left to Pillow, which accepts some. Pillow takes a tenth longer, and its image is copied
-        twice to become an array.
+        is left to Pillow, which accepts some. Pillow takes longer, and its image is copied twice.
         """
         try:
             if simplejpeg.decode_jpeg_header(self.data)[2] != "YCbCr":

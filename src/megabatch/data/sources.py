@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 import re
 from pathlib import Path
 
@@ -12,13 +13,14 @@ from megabatch.config.file import COMMAND, is_url
 from megabatch.data.cache import local_copies
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
-from megabatch.data.mixture import SEPARATOR, MixedPairs, parse_factors
+from megabatch.data.order import FACTORS, MixedPairs
 from megabatch.data.pairs import PairDataset, check_usable
 from megabatch.data.shards import ShardPairs
 from megabatch.data.tables import Wanted, open_tables
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.imports import named_extras
 
+SEPARATOR = "::"
 ALL_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".jsonl.gz", ".arrow")
 
 
@@ -61,9 +63,8 @@ def open_pairs(
             if a library is not installed.
     """
     specs = split_spec(spec)
-    factors = None  # parsed before anything that takes long
-    if upsampling_factors is not None:
-        factors = parse_factors(upsampling_factors, len(specs))
+    given = upsampling_factors
+    factors = None if given is None else parse_factors(given, len(specs))
     wanted = Wanted(
         *(image_column, query_column, caption_column, separator),
         negatives=negatives,
@@ -87,6 +88,24 @@ def split_spec(spec: str) -> list[str]:
     if not all(specs):
         raise UsageError(f"{spec!r}: expected sources joined by {SEPARATOR!r}, but one is empty")
     return specs
+
+
+def parse_factors(text: str, sources: int) -> list[float]:
+    """Parse factors in OpenCLIP's notation, "1::2".
+
+    Raises:
+        UsageError: they are not numbers above 0, one per source.
+    """
+    try:
+        factors = [float(part) for part in text.split(SEPARATOR)]
+    except ValueError:
+        factors = []
+    if len(factors) != sources or not all(0 < factor < math.inf for factor in factors):
+        raise UsageError(
+            f"{FACTORS}: {text!r}; expected {plural(sources, 'number')} above 0, one for each "
+            f"source, joined by {SEPARATOR!r}, as in '1::2'"
+        )
+    return factors
 
 
 def _open_one(spec: str, wanted: Wanted) -> PairDataset:
