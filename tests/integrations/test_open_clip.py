@@ -23,14 +23,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
+import numpy as np
 import open_clip
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.data.export import write_glyphs
-from megabatch.data.glyphs import GlyphPairs, load_glyphs
+from megabatch.data.glyphs import load_glyphs, write_glyphs
 from megabatch.errors import UsageError
 from megabatch.training.world import leave
 from tests import programs
@@ -168,8 +168,8 @@ class DataInfo:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs: in `1` those of one process, in `2` those of two."""
     folder = tmp_path_factory.mktemp("open_clip")
-    glyphs = load_glyphs()
-    few = GlyphPairs(glyphs, glyphs.split("train").indices[::97][: STEPS * BATCH])
+    train = load_glyphs().split("train")
+    few = train.take(np.arange(0, 97 * STEPS * BATCH, 97))
     write_glyphs(few, folder / "shards", samples_per_shard=STEPS * BATCH // 2)
     torch.save(open_clip.create_model(TINY).state_dict(), folder / "teacher.pt")
     stores = [new_store() for _ in PAIR]

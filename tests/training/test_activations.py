@@ -17,8 +17,8 @@ from megabatch.data import Batch
 from megabatch.errors import OutOfMemory
 from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.models import create
-from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
+from megabatch.models.towers import Tower
 from megabatch.planning import plan
 from megabatch.planning.micro_batches import kept_count
 from megabatch.planning.plan import graph_bytes

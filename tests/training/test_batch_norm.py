@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megabatch.models import create
-from megabatch.models.layers import lock, set_modes
+from megabatch.models.towers import lock, set_modes
 from megabatch.training import TrainConfig
 from megabatch.training.batch_norm import batch_norms, explanation
 from megabatch.training.world import World

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory
-from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
+from megabatch.models.towers import Tower
 from megabatch.training import micro_batch, train
 from megabatch.training.micro_batch import Gauge, MicroBatchSize, Search, Trial
 from megabatch.training.trainer import Trainer

@@ -19,7 +19,7 @@ from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.models.blocks import compile_blocks
 from megabatch.models.glyph import LENGTHS, TextFeatureTower
-from megabatch.models.layers import locked_towers
+from megabatch.models.towers import locked_towers
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig
 from megabatch.training.ema import Ema

@@ -14,8 +14,8 @@ from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.gradient_cache.batches import Feed
 from megabatch.gradient_cache.outputs import StepMemory
-from megabatch.models.layers import Tower, locked_towers
 from megabatch.models.padding import Lengths
+from megabatch.models.towers import Tower, locked_towers
 
 
 class CachedStep:
