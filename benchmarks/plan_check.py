@@ -64,7 +64,7 @@ class EqualRows(TextLengths):
         parts = equal_rows(rows, -(-rows // count))
         cuts = [cut(sample[part.start * len(sample) // rows], context) for part in parts]
         meant = cuts[-max(1, self.kept) :] if self.of_memory else cuts
-        return Widths(sum(meant) / len(meant), cuts[0], cuts[0])
+        return Widths(sum(meant) / len(meant), cuts[0])
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens those that are kept may have in another batch, on average.

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megabatch.data.fetch import (
-    CachedTokens,
     Fetcher,
     Request,
     channels_last,
@@ -20,15 +19,9 @@ from megabatch.data.fetch import (
     stacked,
 )
 from megabatch.data.glyphs import GlyphSet
+from megabatch.data.images import DeferredImage, decode_image
 from megabatch.data.late import decode
-from megabatch.data.pairs import (
-    BadSample,
-    DeferredImage,
-    EncodedImage,
-    Pair,
-    caption_id,
-    decode_image,
-)
+from megabatch.data.pairs import BadSample, EncodedImage, Pair, caption_id
 from megabatch.data.shards import ShardPairs
 
 from .samples import Numbers, jpeg, to_pixels, to_pixels_and_noise, to_tokens, write_tar
@@ -137,13 +130,8 @@ def test_the_trainers_random_state_is_left_alone():
     assert draw() == expected
 
 
-class CountingTokenizer:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def __call__(self, captions: list[str]) -> torch.Tensor:
-        self.seen += captions
-        return to_tokens([str(len(c)) for c in captions])
+def lengths(captions: list[str]) -> torch.Tensor:
+    return to_tokens([str(len(c)) for c in captions])
 
 
 class Twice:
@@ -163,9 +151,9 @@ def test_the_batched_path_gives_what_the_other_gives(glyphs: GlyphSet):
     part = glyphs.split("faces")
     request = Request(2, np.array([9, 5000, 77]))
     transform = Twice()
-    fast = Fetcher(part, transform, CountingTokenizer(), seed=3)(request)
+    fast = Fetcher(part, transform, lengths, seed=3)(request)
     assert transform.seeds.tolist() == sample_seeds(3, 2, request.draws).tolist()
-    slow = Fetcher(part, Twice().__call__, CountingTokenizer(), seed=3)(request)
+    slow = Fetcher(part, Twice().__call__, lengths, seed=3)(request)
     assert fast.images is not None
     assert slow.images is not None
     assert torch.equal(fast.images, slow.images)
@@ -201,41 +189,14 @@ class Lengths:
         return torch.stack([self(text) for text in texts])
 
 
-def test_first_texts_are_made_together_and_once():
+def test_first_texts_are_made_together():
     request = Request(0, np.arange(6))
     transform = Lengths()
-    fetcher = Fetcher(Questions(), transform, CountingTokenizer(), seed=0)
-    chunk, again = fetcher(request), fetcher(request)
-    slow = Fetcher(Questions(), lambda text: transform(text), CountingTokenizer(), seed=0)(request)
-    assert chunk.images is not None
-    for other in (again, slow):
-        assert other.images is not None
-        assert chunk.images.tolist() == other.images.tolist()
-    assert chunk.images.tolist() == [[10, i % 2] for i in (0, 1, 2, 4, 5)]
+    chunk = Fetcher(Questions(), transform, lengths, seed=0)(request)
+    slow = Fetcher(Questions(), lambda text: transform(text), lengths, seed=0)(request)
+    assert chunk.images.tolist() == slow.images.tolist() == [[10, i % 2] for i in (0, 1, 2, 4, 5)]
     assert chunk.bad == [(3, "empty query", "3")]
-    assert transform.seen == ["question 0", "question 1"]
-
-
-@pytest.mark.parametrize("room", [0, 3, 100])
-def test_each_text_is_tokenised_once_where_there_is_room(room: int) -> None:
-    asked: list[str] = []
-
-    def tokenizer(texts: list[str]) -> torch.Tensor:
-        asked.extend(texts)
-        return torch.tensor([[int(text), 2**40] for text in texts])
-
-    tokens = CachedTokens(tokenizer, limit=16 * room)
-    for texts in (
-        ["5", "2", "5"],
-        ["7", "2", "8", "9", "8"],
-        ["9", "5", "8", "8", "2"],
-        ["2", "5"],
-    ):
-        assert tokens(texts).tolist() == [[int(text), 2**40] for text in texts]
-    if room == 100:
-        assert asked == ["5", "2", "7", "8", "9"]
-    if room == 3:
-        assert asked == ["5", "2", "7", "8", "9", "9", "8"]
+    assert transform.seen == [f"question {i % 2}" for i in (0, 1, 2, 4, 5)]
 
 
 class Texts:

@@ -25,23 +25,16 @@ from tests.evaluation.material import (
     image_folder,
 )
 from tests.evaluation.page import Page
+from tests.evaluation.test_retrieval import by_rights
 
 TEMPLATES = "{}\na {}\n"
 
 
-def dense_recalls(scores: Tensor, right: Tensor) -> dict[str, float]:
-    """Recall@k and median rank from the whole matrix, one query at a time."""
-    ranks = []
-    for row, columns in zip(scores.tolist(), right.tolist(), strict=True):
-        best = max(s for s, ok in zip(row, columns, strict=True) if ok)
-        wrong = [s for s, ok in zip(row, columns, strict=True) if not ok]
-        ranks.append(1 + sum(s > best for s in wrong))
-    ranks = torch.tensor(ranks, dtype=torch.float64)
-    return {
-        **{f"recall@{k}": float((ranks <= k).double().mean()) for k in (1, 5, 10)},
-        "median_rank": float(ranks.quantile(0.5)),
-        "queries": len(ranks),
-    }
+def by_the_whole_matrix(first: Tensor, second: Tensor, right: Tensor) -> dict[str, float]:
+    rights, back = ([row.nonzero().flatten().tolist() for row in r] for r in (right, right.T))
+    found = by_rights(first, second, rights, back, [1, 5, 10])
+    ways = {"x_to_y": "image_to_text", "y_to_x": "text_to_image"}
+    return {f"{ways[key[:6]]}{key[6:]}": value for key, value in found.items()}
 
 
 def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_path: Path) -> None:
@@ -57,15 +50,9 @@ def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_pa
     images = image_features(encoder, [data[i].image for i in range(n)])
     texts = encoder.texts([text for of_image in captions(n) for text in of_image])
     assert len({text for of_image in captions(n) for text in of_image}) == len(owners)
-    scores, right = images @ texts.T, torch.arange(n)[:, None] == owners
-    for way, expected in (
-        ("image_to_text", dense_recalls(scores, right)),
-        ("text_to_image", dense_recalls(scores.T, right.T)),
-    ):
-        got = {key: task["model"][f"{way}/{key}"] for key in expected}
-        assert got == pytest.approx(expected, abs=1e-9)
+    expected = by_the_whole_matrix(images, texts, torch.arange(n)[:, None] == owners)
+    assert task["model"] == pytest.approx(expected, abs=1e-9)
     assert task["model"]["text_to_image/queries"] == len(owners)
-    assert "each of them is right for its own image" in (run / "report.html").read_text()
 
 
 def test_labelled_images_are_classed_by_all_methods(run: Path, tmp_path: Path) -> None:
@@ -95,7 +82,7 @@ def test_labelled_images_are_classed_by_all_methods(run: Path, tmp_path: Path) -
     assert not (run / "evaluation.json").exists()
     page = Page((out / "report.html").read_text())
     assert page.open == []
-    for text in ("probe", "neighbours", "mean per class", "Templates: “{}”", "C ="):
+    for text in ("probe", "neighbours", "mean per class", "“{}”, “a {}” (from "):
         assert text in page.text
     assert "1 × undecodable image" in page.text
     assert len(page.pictures_of) >= 8
@@ -107,7 +94,7 @@ def test_shards_bring_their_own_names_and_templates(run: Path, tmp_path: Path) -
     with_shards = evaluate_run(run, class_data=str(folder))["zero_shot"]["classes"]
     templates = folder / "zeroshot_classification_templates.txt"
     source = f"from {templates}; class names: those of the data"
-    assert with_shards["note"] == f"Templates: “digit {{}}”, “a {{}}.” ({source})."
+    assert with_shards["prompts"] == f"“digit {{}}”, “a {{}}.” ({source})"
     image_folder(tmp_path / "folder", 6)
     (tmp_path / "names.txt").write_text("one\nthree\ntwo\nzero\n")  # as folders are sorted
     (tmp_path / "templates.txt").write_text("digit {}\na {}.\n")
@@ -134,7 +121,7 @@ def test_training_classes_are_met_by_name(run: Path, tmp_path: Path) -> None:
     for image in (train / "digit_two").iterdir():
         image.unlink()
     (train / "digit_two").rmdir()
-    with pytest.raises(UsageError, match=r"1 of 4 classes of the test .* such as 'digit_two'"):
+    with pytest.raises(UsageError, match=r"lacks 1 of the 4 .* such as 'digit_two'"):
         evaluate_run(run, **settings)
 
 
@@ -162,7 +149,7 @@ def test_a_model_by_name_is_evaluated_without_a_run(
     by_name = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     by_run = evaluate_run(run, class_data=str(data))
     assert by_name["zero_shot"] == by_run["zero_shot"]
-    assert by_name["run"]["weights"] == str(run / "model.safetensors")
+    assert by_name["run"]["weights"] == "model.safetensors"
 
 
 # Questions with one to three answers; an answer of one or two questions, which differ in others.
@@ -203,14 +190,9 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
     assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 15, {})
     encoder = Encoder(towers)
     first = image_features(encoder, [f"question {i}" for i in range(12)])
-    scores = first @ encoder.texts([f"answer {i}" for i in range(15)]).T
     right = torch.tensor([[(i, j) in ASKED for j in range(15)] for i in range(12)])
-    for way, expected in (
-        ("image_to_text", dense_recalls(scores, right)),
-        ("text_to_image", dense_recalls(scores.T, right.T)),
-    ):
-        got = {key: task["model"][f"{way}/{key}"] for key in expected}
-        assert got == pytest.approx(expected)
+    second = encoder.texts([f"answer {i}" for i in range(15)])
+    assert task["model"] == pytest.approx(by_the_whole_matrix(first, second, right))
     page = Page((run / "report.html").read_text())
     assert "some texts.csv, first → second: 12 among 15" in page.text
     assert "First → second" in page.text

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import InfoNCELoss
+from tests.integrations.training import weights_of
 from tests.models.tiny_clip import tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -26,10 +27,7 @@ from megabatch.integrations.transformers import (  # noqa: E402
 )
 
 SAMPLES, BATCH, LENGTH = 20, 4, 6
-TOWERS = {
-    "both": ["q_proj", "v_proj"],
-    "text": r".*text_model.*(q_proj|v_proj)",
-}
+TOWERS = {"both": ["q_proj", "v_proj"], "text": r".*text_model.*(q_proj|v_proj)"}
 
 Rows = list[dict[str, Tensor]]
 
@@ -132,21 +130,6 @@ class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]
     """A user's own Trainer with the mixin."""
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    whole = {
-        name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()
-    }
-    return {name: weight.detach().clone() for name, weight in whole.items()}
-
-
-def assert_weights_equal(found: nn.Module, expected: nn.Module, before: dict[str, Tensor]) -> None:
-    other, moved = weights_of(expected), 0.0
-    for name, value in weights_of(found).items():
-        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
-        moved = max(moved, (value - before[name]).abs().max().item())
-    assert moved > 1e-2
-
-
 def with_adapters(model: Any, towers: str | None) -> Any:
     if towers is None:
         return model
@@ -195,7 +178,7 @@ def pairs_trainer(cached: bool, folder: Path, data: Rows, **extra: Any) -> Any:
     )  # fmt: skip
 
 
-def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Tensor]]:
+def accelerated(batches: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """Train a model by a custom loop that accumulates two batches per step."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
     model = model_of("siglip")
@@ -207,7 +190,7 @@ def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Te
     step = GradientCache(FeatureEncoder(model), own_loss(model), 3)
     for batch in data:
         with accelerator.accumulate(model):
-            accelerator.backward(step(batch) if cached else model(**batch).loss)
+            accelerator.backward(step(batch))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()

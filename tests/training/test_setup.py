@@ -58,7 +58,7 @@ def test_ranks_with_other_settings_or_data_than_rank_0s_are_refused(processes: P
     world = World(torch.device("cpu"), processes.rank, processes.size)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "pairs.csv")  # of each rank's own machine
-        Path(folder, "a.png").touch()
+        Path(folder, "a.png").write_bytes(b"a file")
         config = TrainConfig(model=TINY, train_data=str(table), output=Path(folder, "run"))
         config = replace(config, global_batch_size=8, steps=10, warmup=1, device="cpu", plan="off")
 

@@ -1,4 +1,4 @@
-"""The order in which samples are visited, and the position reached in it."""
+"""The order in which samples of one or several sources are visited, and the position in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
-from megabatch.data.pairs import PairDataset
+from megabatch.data.pairs import Pair, PairDataset
+from megabatch.errors import UsageError, plural
+
+FACTORS = "--train-data-upsampling-factors"
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,22 @@ def pairs_per_epoch(dataset: PairDataset) -> int:
     return sum(part.drawn for part in parts_of(dataset))
 
 
+class Request(NamedTuple):
+    """A request for samples of an epoch; `draws`: see `Order`."""
+
+    epoch: int
+    draws: np.ndarray
+
+
 @dataclass
 class Order:
-    """The order of a data set's samples in each epoch, the same for any number of ranks.
+    """The order of a data set's samples in each epoch; `epoch` and `position`: of the next one.
 
-    Each part has an order of its own, and the parts are interleaved at random. `epoch` and
-    `position` identify the next sample.
+    Each part has an order of its own, and the parts are interleaved at random.
     """
 
     parts: Sequence[Part]
     seed: int
-    shuffle: bool
     epoch: int = 0
     position: int = 0
 
@@ -61,7 +70,7 @@ class Order:
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of the order, for JSON."""
-        found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed, "shuffle": self.shuffle}
+        found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed}
         if any(part.size != part.drawn for part in self.parts):
             found["parts"] = [[part.size, part.drawn] for part in self.parts]
         return found
@@ -76,8 +85,7 @@ class Order:
         if len(own) == 1:
             return own[0]
         part_of = np.repeat(np.arange(len(own), dtype=np.int32), [len(draws) for draws in own])
-        if self.shuffle:
-            part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
+        part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
         draws = np.empty(self.pairs, dtype=np.int64)
         first = 0
         for number, part in enumerate(self.parts):
@@ -99,11 +107,16 @@ class Order:
         return np.concatenate(pieces)
 
     def _pass(self, number: int, this_pass: int, size: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(size)
         # The first part's order is that of a data set of this part alone.
         words = (self.seed, this_pass, number) if number else (self.seed, this_pass)
         return _random(*words).permutation(size)
+
+    def requests(self, batch_size: int, rows: range, piece: int) -> Iterator[Request]:
+        """Requests for these rows of each batch that is left of the epoch, `piece` at a time."""
+        epoch, draws = self.epoch, self.draws()
+        for start in range(self.position, len(draws) - batch_size + 1, batch_size):
+            for first in rows[::piece]:
+                yield Request(epoch, draws[start + first : start + min(first + piece, rows.stop)])
 
 
 def _random(*words: int) -> np.random.RandomState:
@@ -112,45 +125,50 @@ def _random(*words: int) -> np.random.RandomState:
     return np.random.RandomState(list(words))
 
 
-class Request(NamedTuple):
-    """A request for samples of an epoch; `draws`: see `Order`."""
+class MixedPairs(ConcatDataset[Pair]):
+    """The concatenation of sources, each drawn from in proportion to its factor.
 
-    epoch: int
-    draws: np.ndarray
+    A source of n samples with factor f gives round(f * n) of an epoch's pairs, at random positions.
+    The factor is how often each of its samples comes, like OpenCLIP's upsampling factors, but
+    exact: with factor 1 once per epoch, with 2 twice, with 1/2 in every other epoch. If all factors
+    are 1, the sources are shuffled as one.
 
+    Args:
+        sources: all of images with texts, or all of texts with texts.
+        names: of the sources, for messages.
+        factors: above 0, one per source; default: all 1.
 
-@dataclass
-class Requests:
-    """One rank's rows of the epoch's remaining batches, contiguous and as even as possible.
+    Attributes:
+        first, parts, damage, notes: see `PairDataset`.
+        shares: a line for each source, its size and its draws; empty if all factors are 1.
 
-    It refers to the order and not to the loader: in a reference cycle, the workers' queues would
-    be closed before the workers are asked to end, which then takes 5 s each.
-
-    batch_size: of all ranks; piece: rows in a request, never of two batches.
+    Raises:
+        UsageError: an epoch would draw nothing from a source, or the sources are of different
+            kinds.
     """
 
-    order: Order
-    batch_size: int
-    rank: int
-    world_size: int
-    drop_last: bool
-    piece: int
-
-    def __iter__(self) -> Iterator[Request]:
-        epoch, draws = self.order.epoch, self.order.draws()
-        end = len(draws) - (self.batch_size - 1 if self.drop_last else 0)
-        for start in range(self.order.position, end, self.batch_size):
-            batch = draws[start : start + self.batch_size]
-            rows = batch[slice(*(len(batch) * r // self.world_size for r in self._ranks))]
-            for first in range(0, len(rows), self.piece):
-                yield Request(epoch, rows[first : first + self.piece])
-
-    @property
-    def rows(self) -> int:
-        """This rank's rows of a whole batch."""
-        first, last = (self.batch_size * r // self.world_size for r in self._ranks)
-        return last - first
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        return self.rank, self.rank + 1
+    def __init__(
+        self,
+        sources: Sequence[PairDataset],
+        names: Sequence[str],
+        factors: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(sources)  # type: ignore[arg-type]
+        self.first, *others = (getattr(source, "first", "image") for source in sources)
+        for name, kind in zip(names[1:], others, strict=True):
+            if kind != self.first:
+                raise UsageError(f"{names[0]} has {self.first}s with texts, but {name} {kind}s")
+        self.damage = [line for source in sources for line in getattr(source, "damage", [])]
+        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
+        self.shares: list[str] = []
+        self.parts = [Part(len(self), len(self))]
+        if factors is None or all(factor == 1 for factor in factors):
+            return
+        self.parts = [
+            Part(len(s), round(len(s) * f)) for s, f in zip(sources, factors, strict=True)
+        ]
+        for name, part in zip(names, self.parts, strict=True):
+            share = f"{name}: {plural(part.size, 'pair')}, of which an epoch draws {part.drawn:,}"
+            if part.drawn == 0:
+                raise UsageError(f"{FACTORS}: {share}; expected 1 or more")
+            self.shares.append(share)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
 import os
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +17,7 @@ from webdataset.tariterators import base_plus_ext
 
 from megabatch.data.cache import cached_arrays
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, clean_caption
-from megabatch.errors import UsageError, are, plural
-from megabatch.files import default_cache_dir
+from megabatch.errors import UsageError, plural
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm")
 #: Members of a sample: its image, a caption, a JSON document, a class index.
@@ -30,28 +27,18 @@ ABSENT = (0, 0)  # no member starts at byte 0: its header does
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _OPEN_FILES = 64  # per process
-_VERSION = 4  # increase it when the same file would give another index
+_VERSION = 5  # increase it when the same file would give another index
 
 
-@dataclass(frozen=True)
-class TarIndex:
-    """The samples of one file: adjacent members that share their name up to the first dot.
-
-    keys: (n,) bytes, these names; spans: int64 (n, 4, 2), the offset and size of each of KINDS,
-    ABSENT if there is none; damage: where the file breaks off and how much is lost, empty if it is
-    complete.
-    """
-
-    keys: np.ndarray
-    spans: np.ndarray
-    damage: str
-
-
-def tar_index(path: str) -> TarIndex:
+def tar_index(path: str) -> dict[str, np.ndarray]:
     """Return the index of a file, from the cache if the file has not changed since.
 
     Reading the headers takes about 0.5 s for 10,000 samples: too long at each start of a run with
-    hundreds of shards.
+    hundreds of shards. A sample is adjacent members that share their name up to the first dot.
+
+    Returns:
+        keys: (n,) bytes, these names; spans: int64 (n, 4, 2), the offset and size of each of KINDS,
+        ABSENT if there is none; damage: where the file breaks off, empty if it is complete.
 
     Raises:
         UsageError: the file cannot be read, or is compressed.
@@ -59,16 +46,12 @@ def tar_index(path: str) -> TarIndex:
     try:
         stat = os.stat(path)
         identity = (_VERSION, os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
-        name = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
-        cached = default_cache_dir() / "shards" / f"{name}.npz"
-        names = ("keys", "spans", "damage")
-        arrays = cached_arrays(cached, names, lambda: vars(_read_index(path, stat.st_size)))
+        return cached_arrays("shards", identity, lambda: _read_index(path, stat.st_size))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
 
 
-def _read_index(path: str, size: int) -> TarIndex:
+def _read_index(path: str, size: int) -> dict[str, Any]:
     """Read the headers of a file; a damaged one is used up to the damage."""
     keys: list[bytes] = []
     spans: list[list[tuple[int, int]]] = []
@@ -94,13 +77,10 @@ def _read_index(path: str, size: int) -> TarIndex:
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("breaks off without a readable header")
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
-            if spans and (spans[-1][0] == ABSENT or spans[-1][1:] == [ABSENT] * 3):  # incomplete
-                del keys[-1], spans[-1]
-            used = f"the {plural(len(keys), 'sample')} before that {are(len(keys))} used"
-            place = f"at byte {offset:,} of {size:,}"
-            damage = f"{path}: {error}, {place}; {used}, what followed is lost"
+            used = f"used up to there ({plural(len(keys), 'sample')})"
+            damage = f"{path}: {error}, at byte {offset:,} of {size:,}; {used}"
     found = np.array(spans, dtype=np.int64).reshape(-1, len(KINDS), 2)
-    return TarIndex(np.array(keys, dtype=np.bytes_), found, damage)
+    return {"keys": np.array(keys, dtype=np.bytes_), "spans": found, "damage": damage}
 
 
 def _add(member: tarfile.TarInfo, keys: list[bytes], spans: list[list[tuple[int, int]]]) -> None:
@@ -118,7 +98,7 @@ def _add(member: tarfile.TarInfo, keys: list[bytes], spans: list[list[tuple[int,
 
 
 class TarSamples:
-    """The samples of tar files, see `TarIndex`.
+    """The samples of tar files, see `tar_index`.
 
     The headers are read once, at construction; each member is then one read at a known offset. A
     damaged file is used up to the damage, which `damage` describes.
@@ -132,15 +112,15 @@ class TarSamples:
         indices = [tar_index(path) for path in self.paths]
         # These tell an open file from one that has replaced it since.
         self._mtimes = [os.stat(path).st_mtime_ns for path in self.paths]
-        self.damage = [i.damage for i in indices if i.damage]
-        counts = [len(i.keys) for i in indices]
+        self.damage = [line for index in indices if (line := str(index["damage"]))]
+        counts = [len(index["keys"]) for index in indices]
         if sum(counts) == 0:
             why = "; ".join(self.damage) or f"no member ends in {', '.join(_KINDS)}"
             raise UsageError(f"no samples in {', '.join(self.paths[:3])}: {why}")
         # Arrays, not lists: they are small and stay shared between forked workers.
         self._shard = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self._spans = np.concatenate([i.spans for i in indices])
-        self._keys = np.concatenate([i.keys for i in indices])
+        self._spans = np.concatenate([index["spans"] for index in indices])
+        self._keys = np.concatenate([index["keys"] for index in indices])
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -165,10 +145,10 @@ class TarSamples:
             file = _open_file(self.paths[number], self._mtimes[number])
             # A positioned read: processes that share a descriptor also share its file position.
             data = os.pread(file.fileno(), size, offset)
-        except OSError as error:
+            if len(data) != size:
+                raise EOFError
+        except (OSError, EOFError) as error:
             raise BadSample("unreadable shard", key) from error
-        if len(data) != size:
-            raise BadSample("unreadable shard", key)
         return data
 
     def image(self, index: int) -> Image.Image:
@@ -184,31 +164,24 @@ def _open_file(path: str, mtime: int) -> io.FileIO:
 class ShardPairs(TarSamples):
     """Pairs in tar files as img2dataset and webdataset write them.
 
-    A sample's caption is its `txt`, or else "caption" in its `json`. If json has a "caption_id", a
-    whole number from 0, it is the pair's id. A sample without an image or caption keeps its index
-    and raises BadSample. Everything else is as in `TarSamples`.
+    A sample's caption is its `txt`, or else "caption" in its `json`; without one, or an image, the
+    sample is a bad one.
     """
 
     def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
-        image: Any = EncodedImage(self.read(index, "image"), key)
-        fields: dict[str, Any] = {}
-        if self.has(index, "json"):
-            try:
-                document = json.loads(self.read(index, "json"))
-                fields = document if isinstance(document, dict) else {}
-            except (ValueError, RecursionError) as error:
-                if not self.has(index, "txt"):
-                    raise BadSample("unreadable json", key) from error
-        caption = fields.get("caption")
+        image = EncodedImage(self.read(index, "image"), key)
         if self.has(index, "txt"):
             try:
-                caption = self.read(index, "txt").decode("utf-8-sig")
+                caption: Any = self.read(index, "txt").decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 raise BadSample("caption is not UTF-8", key) from error
-        elif "caption" not in fields:
+        elif self.has(index, "json"):
+            try:
+                document = json.loads(self.read(index, "json"))
+            except (ValueError, RecursionError) as error:
+                raise BadSample("unreadable json", key) from error
+            caption = document.get("caption") if isinstance(document, dict) else None
+        else:
             raise BadSample("no caption", key)
-        number = fields.get("caption_id")
-        if number is not None and not (type(number) is int and 0 <= number < 2**62):
-            raise BadSample("caption_id is not a whole number from 0 to 2**62 - 1", key)
-        return Pair(image, clean_caption(caption, key), key, number)
+        return Pair(image, clean_caption(caption, key), key)

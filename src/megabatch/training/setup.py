@@ -15,7 +15,6 @@ from megabatch.config.problems import problems, schedule_problems
 from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
-from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
@@ -237,11 +236,10 @@ def length_notes(config: TrainConfig, pairs: int, total_steps: int) -> list[str]
 
 def open_data(config: TrainConfig) -> PairDataset:
     """The configuration's training data; raises a UsageError if they cannot be opened."""
-    factors = config.train_data_upsampling_factors
     with naming("--train-data"):
         return open_pairs(
             config.train_data,
-            upsampling_factors=None if factors is None else parse_factors(factors),
+            upsampling_factors=config.train_data_upsampling_factors,
             image_column=config.csv_img_key,
             query_column=config.csv_query_key,
             caption_column=config.csv_caption_key,
@@ -253,11 +251,11 @@ def open_data(config: TrainConfig) -> PairDataset:
 
 def data_for_plan(
     config: TrainConfig, dataset: PairDataset, towers: Towers
-) -> tuple[float | None, TextLengths | None]:
-    """Mean bytes of image files that are decoded late, and lengths of texts, if they count."""
+) -> tuple[float | None, TextLengths]:
+    """Mean bytes of image files that are decoded late, and lengths of texts, if they are cut."""
     cut = config.trim_texts and towers.lengths
     files = mean_bytes(dataset) if config.decode == "late" else None
-    return files, sampled_lengths(dataset, towers) if cut else None
+    return files, sampled_lengths(dataset, towers) if cut else TextLengths()
 
 
 def build_towers(config: TrainConfig) -> Towers:
