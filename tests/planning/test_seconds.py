@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from megabatch.planning.counter import Work
 
 from megabatch.config.settings import TrainConfig
 from megabatch.planning.machine import DATASHEETS, Speeds, datasheet, other_machine, speeds_of
