@@ -7,7 +7,6 @@ how many of these micro-batches are encoded once, with activations that wait for
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -186,8 +185,7 @@ class MicroBatchSize:
         later = 0 if optimizer_state else state_bytes(module, config, ranks).optimizer
         # At the end of the first pass micro-batches are concatenated: both copies exist.
         cached = 2 * (2 + config.hard_negatives) * rows * width * dtype.itemsize
-        hosts = max(1, ranks // int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-        return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked, hosts)
+        return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked)
 
     def state(self) -> dict[str, Any]:
         """The choice, for a checkpoint."""
