@@ -57,7 +57,6 @@ def test_an_impossible_number_is_refused_by_name(name: str, value: Any) -> None:
             "--workers 0: expected at least 1 with --decode late, which is their work",
         ),
         ({"val_frequency": 5}, "--val-frequency 5: expected with --evaluate"),
-        ({"best_metric": "pairs/x"}, "--best-metric pairs/x: expected with --val-frequency"),
         (
             {"loss": "siglip", "duplicates": "ignored"},
             "--duplicates ignored: the siglip loss can take them for negatives or positives",

@@ -22,7 +22,6 @@ from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,
     kind_problems,
-    length_notes,
     model_notes,
     prepare,
     train_transform,
@@ -130,33 +129,6 @@ def test_a_default_that_does_not_suit_the_data_is_called_one(
     assert refused(config) == (
         "--global-batch-size 4096 (the default): expected at most 40, the pairs that there are"
     )
-
-
-@pytest.mark.parametrize(
-    ("pairs", "steps", "note"),
-    [
-        (
-            1462,
-            16,
-            "438 of 1,462 pairs are left out of each epoch (others each time), as they fill no "
-            "batch of 512; --global-batch-size 487 would leave out 1",
-        ),
-        (1462, 1, None),  # ends within its first epoch
-        (1536, 16, None),
-        (512 * 10 - 2, 90, None),  # 510 of 5,118: less than a tenth
-        (
-            1022,
-            2,
-            "510 of 1,022 pairs are left out of each epoch (others each time), as they fill no "
-            "batch of 512; --global-batch-size 511 would leave out none",
-        ),
-    ],
-)
-def test_pairs_that_fill_no_batch_are_told_if_they_are_many(
-    pairs: int, steps: int, note: str | None
-) -> None:
-    config = TrainConfig(global_batch_size=512, warmup=0)
-    assert length_notes(config, pairs, steps) == ([] if note is None else [note])
 
 
 def test_epochs_make_as_many_steps_as_there_are_whole_batches(

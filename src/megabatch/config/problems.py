@@ -104,7 +104,6 @@ _EXPECTED_WITH = (
     ("csv_negative_key", "hard_negatives"),
     ("val_data", "evaluate"),
     ("val_frequency", "evaluate"),
-    ("best_metric", "val_frequency"),
     ("lock_image_unlocked_groups", "lock_image"),
     ("lock_image_freeze_bn_stats", "lock_image"),
     ("lock_text_unlocked_layers", "lock_text"),

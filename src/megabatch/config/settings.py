@@ -139,8 +139,9 @@ class TrainConfig:
     """Pairs that go through the towers at a time, per process. It bounds memory and changes no
     gradient, except in models with batch normalisation. Towers run twice per step, or once if a
     process has no more pairs than this, and for pairs whose activations are kept
-    (activation_memory). auto: on GPUs the fastest size that fits, found by measurements before the
-    first step, which take less than 2 minutes; on the CPU, and with batch normalisation, 512."""
+    (activation_memory). auto: on GPUs the fastest size that fits, found by measurements after the
+    first two steps, which take less than 2 minutes; on the CPU, and with batch normalisation, 512.
+    """
     epochs: Annotated[int, MAY_CHANGE] = 16
     """Passes over the data."""
     steps: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
@@ -224,7 +225,7 @@ class TrainConfig:
     activation_memory: Annotated[str, MAY_CHANGE] = "auto"
     """Memory on each device, such as 20GiB, in which to keep activations for the backward pass, so
     that their micro-batches go through the towers only once; 0: none; auto: on GPUs all that is
-    free, measured in the first two steps, on the CPU 0."""
+    free, measured after the first two steps, on the CPU 0."""
     torchcompile: Annotated[bool | None, MAY_CHANGE] = None
     """Compile the towers' blocks with torch.compile, which takes a minute at the start and makes
     steps faster. Blocks that cannot be compiled run as they are, and a line says why (Triton and a
@@ -233,13 +234,6 @@ class TrainConfig:
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
     """Print the memory that a step needs before the first one and, if it cannot fit, refuse or
     warn. Default: refuse on GPUs, warn on the CPU."""
-    on_nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
-    """If loss or gradient is NaN or infinite: stop, or skip the step and continue."""
-    max_nonfinite: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
-    """Stop after this many skipped steps in a row."""
-    check_replicas_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
-    """Steps between two checks that replicated tensors are equal on all processes; 0: never."""
-
     seed: Annotated[int, Interval(at_least=0, below=2**32)] = 0
     """Random seed of initial weights, data order, augmentation and dropout."""
     workers: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
@@ -273,11 +267,9 @@ class TrainConfig:
     train_data. Default, if the training data are the glyphs: glyphs that were held out."""
     val_frequency: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
     """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
-    output folder, under best; 0: only at the end. Training waits for it; its results do not
-    change."""
-    best_metric: Annotated[str | None, MAY_CHANGE] = None
-    """The figure of the best weights, such as pairs/image_to_text/recall@1 or digits/top1. Default:
-    recall@1 from images (or first texts) to texts, of the first task."""
+    output folder, under best: those with the highest recall@1 from images (or first texts) to
+    texts, of the first task. 0: only at the end. Training waits for it; its results do not change.
+    """
 
 
 #: The names that `report_to` may have.

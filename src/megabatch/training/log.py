@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import psutil
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from megabatch.config.settings import TrainConfig
 
 _LINE_EVERY = 10.0  # seconds, if the output is a file
 
@@ -52,38 +48,6 @@ class Meter:
         return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
 
 
-def collapse_advice(records: Sequence[Mapping[str, float]], config: TrainConfig) -> str:
-    """A line on a run whose loss says that all features are the same; "" for any other run.
-
-    Args:
-        records: the run's, of metrics.jsonl.
-        config: its settings.
-    """
-    if config.loss not in ("clip", "infonce") or config.matryoshka_dims:
-        return ""  # their loss of equal features is another one
-    if config.duplicates == "ignored":
-        return ""  # each row has candidates of its own
-    candidates = config.global_batch_size * (1 + config.hard_negatives)
-    collapsed = math.log(candidates)
-    # Equal features have the loss ln(candidates), and no gradient. A healthy run may begin near
-    # this loss, but with gradients that are among its largest. So a run has collapsed if, in the
-    # later half of its records, at least ten, the loss is within 0.5% of that of equal features
-    # and the gradient's norm below 1% of the run's largest.
-    later = records[len(records) // 2 :]
-    largest = max((record.get("grad_norm", math.inf) for record in records), default=0.0)
-    flat = all(
-        abs(record.get("loss", math.inf) - collapsed) < 0.005 * collapsed
-        and record.get("grad_norm", math.inf) < 0.01 * largest < math.inf
-        for record in later
-    )
-    if len(later) < 10 or not flat:
-        return ""
-    return (
-        f"the run has collapsed: its loss stays at ln({candidates:,}) = {collapsed:.2f}, that of "
-        "equal features (a lower --lr, a longer --warmup or --grad-clip-norm may help)"
-    )
-
-
 def memory_bytes(device: torch.device) -> int:
     """Bytes in use: on a GPU the peak of allocated tensors, else the process's current RSS."""
     if device.type == "cuda":
@@ -100,12 +64,10 @@ class Display(AbstractContextManager["Display"]):
         self._done = done
         self._started_at = done
         self._start = self._last_line = time.monotonic()
-        # Bar and memory would take the place of the steps and of the time left.
-        self._narrow = console.is_terminal and console.width < 80
         self._bar = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
-            *([] if self._narrow else [BarColumn(bar_width=None)]),
+            BarColumn(bar_width=None),
             TextColumn("{task.fields[text]}"),
             TextColumn("left"),
             TimeRemainingColumn(),
@@ -126,9 +88,7 @@ class Display(AbstractContextManager["Display"]):
         """Show a record of the log, of step `step`."""
         loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
         speed, memory = record["pairs_per_second"], record["memory_bytes"]
-        text = f"loss {loss}  {speed:,.0f} pairs/s"
-        if not self._narrow:
-            text += f"  {memory / 2**30:.1f} GiB"
+        text = f"loss {loss}  {speed:,.0f} pairs/s  {memory / 2**30:.1f} GiB"
         self._bar.update(self._task, completed=step, text=text)
         now = time.monotonic()
         last = step == self._total

@@ -21,7 +21,7 @@ from megabatch.config.resolve import (
     name_defaults,
     resolve,
 )
-from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
+from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
 from megabatch.data.mixture import parse_factors
@@ -31,18 +31,17 @@ from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import layer_ids, lock
+from megabatch.models.layers import layer_ids, lock, set_modes
 from megabatch.models.pooling import saved_pooling
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
+from megabatch.training.micro_batch import batch_norms
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
 
 T = TypeVar("T")
-
-_NOTABLE = 0.1  # share of an epoch's pairs that is not used
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
@@ -101,6 +100,10 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         if config.torchcompile:
             notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
     reasons = problems(config)
+    on_cpu = world.device.type == "cpu"
+    if not reasons and on_cpu and config.plan == "off" and activation_bytes(config, "cpu"):
+        asked = f"--activation-memory {config.activation_memory}"
+        reasons = [f"{asked}: on the CPU it needs a plan, which --plan off omits"]
     if not reasons and world.main:
         reasons += folder_problems(config) + trackers.problems(config)
 
@@ -121,7 +124,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
     if dataset is not None and towers is not None:
         reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
         reasons += evaluating.problems(config, towers.first)
-        notes += model_notes(config, towers)
+        notes += model_notes(config, towers) + batch_norm_notes(config, towers, world.size)
         transform = _attempt(reasons, lambda: train_transform(config, towers))
     if reasons or dataset is None or towers is None or transform is None:
         raise UsageError(name_defaults(all_of(reasons), given))
@@ -141,7 +144,7 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         negatives=config.hard_negatives,
     )
     total_steps = _total_steps(config, pairs_per_epoch(dataset))
-    notes += length_notes(config, pairs_per_epoch(dataset), total_steps)
+    notes += length_notes(config, total_steps)
     notes = [name_defaults(note, given) for note in notes]
     return Setup(config, world, towers, loader, total_steps, notes)
 
@@ -197,6 +200,20 @@ def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
     return notes
 
 
+def batch_norm_notes(config: TrainConfig, towers: Towers, ranks: int) -> list[str]:
+    """A warning about batch statistics, if the model has batch normalisation."""
+    layers = len(batch_norms(set_modes(towers.module)))
+    if not layers:
+        return []
+    rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // ranks))
+    alone = " on each process alone, and keeps rank 0's running statistics" if ranks > 1 else ""
+    return [
+        f"warning: {config.model} has batch normalisation ({plural(layers, 'layer')}). It "
+        f"normalises over {plural(rows, 'pair')} at a time{alone}: --micro-batch-size changes "
+        "what is learnt"
+    ]
+
+
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
     """The transform of first inputs in training, with the requested resize."""
     if config.image_resize == "pillow":
@@ -242,21 +259,12 @@ def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
     return length_conflicts(config, _total_steps(config, pairs))
 
 
-def length_notes(config: TrainConfig, pairs: int, total_steps: int) -> list[str]:
-    """Lines on a warm-up that is shorter than the default, and on pairs that fill no batch."""
-    notes, warmup = [], warmup_steps(config, total_steps)
-    if config.warmup is None and warmup < DEFAULT_WARMUP:
-        of = plural(total_steps, "step")
-        notes.append(f"the warm-up takes {warmup} of {of} (--warmup changes it)")
-    batches, rest = divmod(pairs, config.global_batch_size)
-    if rest >= _NOTABLE * pairs and total_steps >= batches:
-        size, left = pairs // (batches + 1), pairs % (batches + 1)
-        notes.append(
-            f"{rest:,} of {plural(pairs, 'pair')} are left out of each epoch (others each time), "
-            f"as they fill no batch of {config.global_batch_size:,}; --global-batch-size {size} "
-            f"would leave out {left or 'none'}"
-        )
-    return notes
+def length_notes(config: TrainConfig, total_steps: int) -> list[str]:
+    """A line on a warm-up that is shorter than the default."""
+    warmup = warmup_steps(config, total_steps)
+    if config.warmup is not None or warmup == DEFAULT_WARMUP:
+        return []
+    return [f"the warm-up takes {warmup} of {plural(total_steps, 'step')} (--warmup changes it)"]
 
 
 def open_data(config: TrainConfig) -> PairDataset:
