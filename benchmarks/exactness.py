@@ -4,7 +4,7 @@
 
 The careful one accumulates products in the features' dtype in float32, computes logits and softmax
 in float32 with the positive excluded from the sum, and rounds dS once. Its error is the least that
-can be expected; the ordinary one is `megabatch.similarity.dense.clip_loss` under autocast.
+can be expected; the ordinary one is `benchmarking.measure.dense_clip_loss` under autocast.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from machinery import step, truth
 from machinery.inputs import FEATURES, features
 from megabatch import ClipLoss
 from megabatch.benchmarking import records
+from megabatch.benchmarking.measure import dense_clip_loss
 from megabatch.losses.terms import minus_log_probability
-from megabatch.similarity import dense, split_logsumexp
+from megabatch.similarity import split_logsumexp
 
 #: Row losses below this are compared with this, as an error of 1e-15 nats does not matter.
 SMALL = 1e-6
@@ -64,7 +65,7 @@ def megabatch_rows(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, 
 
 def ordinary(x: Tensor, y: Tensor, scale: float) -> tuple[None, Tensor, Tensor]:
     with torch.autocast(x.device.type, x.dtype):
-        return None, *gradients(dense.clip_loss, x, y, scale)
+        return None, *gradients(dense_clip_loss, x, y, scale)
 
 
 def careful(x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:

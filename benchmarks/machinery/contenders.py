@@ -52,9 +52,9 @@ def _megabatch() -> LossFunction:
 
 
 def _dense() -> LossFunction:
-    from megabatch.similarity.dense import clip_loss
+    from megabatch.benchmarking.measure import dense_clip_loss
 
-    return clip_loss
+    return dense_clip_loss
 
 
 # Other libraries' losses, each called as its documentation shows. All but open_clip's run on CUDA

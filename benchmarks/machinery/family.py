@@ -264,7 +264,9 @@ def _megabatch_logsumexp() -> LossFunction:
 
 
 def _dense_logsumexp() -> LossFunction:
-    from megabatch.similarity.dense import logsumexp
+    def logsumexp(x: Tensor, y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        logits = scale * (x @ y.T)
+        return logits.logsumexp(1), logits.logsumexp(0)
 
     return _means(logsumexp)
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from megabatch import cli
 from megabatch.benchmarking import bench, measure
 from megabatch.benchmarking.bench import LossOptions
-from megabatch.benchmarking.measure import SANE, Record
-from megabatch.similarity.dense import clip_loss
+from megabatch.benchmarking.measure import SANE, Record, dense_clip_loss
 from tests import programs
 
 if sys.platform != "linux":
@@ -203,15 +202,15 @@ def test_a_right_loss_is_ok(contender: str, dtype: str) -> None:
 def greedy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     if len(x) > 64:
         torch.empty(1 << 60)
-    return clip_loss(x, y, scale)
+    return dense_clip_loss(x, y, scale)
 
 
 @pytest.mark.usefixtures("_small_products")
 @pytest.mark.parametrize(
     ("loss", "status", "note"),
     [
-        (lambda x, y, s: clip_loss(x, y, s) / 2, "wrong", "gradient is off by"),
-        (lambda x, y, s: clip_loss(x, y, s) * torch.nan, "wrong", "not finite"),
+        (lambda x, y, s: dense_clip_loss(x, y, s) / 2, "wrong", "gradient is off by"),
+        (lambda x, y, s: dense_clip_loss(x, y, s) * torch.nan, "wrong", "not finite"),
         (greedy, "out of memory", "tried to allocate"),
     ],
 )
@@ -231,7 +230,7 @@ def test_half_precision_runs_under_autocast(
 
     def spy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         seen.add(torch.is_autocast_enabled("cpu"))
-        return clip_loss(x, y, scale)
+        return dense_clip_loss(x, y, scale)
 
     monkeypatch.setitem(measure.CONTENDERS, "spy", lambda: spy)
     measured("spy", dtype)

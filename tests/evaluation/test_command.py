@@ -10,7 +10,6 @@ from PIL import Image
 from megabatch.cli import main
 from megabatch.errors import CommunicationError, OutOfMemory, UsageError
 from megabatch.evaluation.command import process_group
-from megabatch.similarity import set_abort_on_lost_rank
 
 
 def test_eval_prints_each_figure_with_baseline_and_chance(
@@ -133,4 +132,3 @@ def test_a_rank_that_dies_is_told_in_one_line_by_the_others(
     assert main(["eval", "runs/mine"]) == (0 if error is None else 1)
     assert capsys.readouterr().err == (f"megabatch eval: {told.format(rank)}\n" if told else "")
     assert bool(destroyed) == left  # it would wait for a rank that is gone
-    assert set_abort_on_lost_rank(False) is False

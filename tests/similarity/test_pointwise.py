@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import dense, pointwise
+from megabatch.similarity import pointwise
+from tests.similarity import dense
 
 
 @pytest.mark.parametrize("chunk", [8, 1 << 20])

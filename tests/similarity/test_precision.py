@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import similarity
-from megabatch.similarity import dense
+from tests.similarity import dense
 from tests.similarity.features import MAKERS
 
 #: Factor by which an error may exceed that of the dense implementation.

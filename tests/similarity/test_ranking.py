@@ -1,4 +1,4 @@
-"""`ranks` and `topk`, in torch operations and by the kernels."""
+"""`ranks` and `topk`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, eager
-from megabatch.similarity import settings as call_settings
+from megabatch.similarity import eager
+from tests.similarity import dense
 from tests.similarity.features import MAKERS
-from tests.similarity.triton import DEVICE, HALVES, MARKS
+from tests.similarity.triton import DEVICE
 
-pytestmark = MARKS[1]
-#: Backend -> dtypes of features.
-DTYPES = {"torch": [torch.float64, torch.float32, torch.bfloat16], "kernels": HALVES}
+pytestmark = pytest.mark.usefixtures("small_blocks")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 Ids = tuple[Tensor, Tensor] | None
 
 
@@ -74,22 +73,11 @@ def test_any_shape_and_block(
 
 @pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize(
-    ("m", "n", "d", "k", "widest", "rows"),
-    [(130, 300, 64, 3, 65_536, 4096), (300, 1300, 20, 1, 1024, 128), (1, 1, 8, 1, 1024, 128),
-     (140, 257, 7, 257, 128, 128), (5, 1500, 16, 2, 1024, 128)],
-)  # fmt: skip
-def test_many_blocks(
-    m: int, n: int, d: int, k: int, widest: int, rows: int, with_ids: bool, backend: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """`widest`, `rows`: of the kernels' blocks of scores."""
-    if backend == "kernels":
-        from megabatch.similarity.triton import ranking
-
-        size = rows * min(widest, 1408) * 4 * 4 // 3
-        monkeypatch.setattr(ranking, "WIDEST", widest)
-        monkeypatch.setattr(call_settings, "workspace", lambda like: size)
-    for dtype in DTYPES[backend]:
+    ("m", "n", "d", "k"),
+    [(130, 300, 64, 3), (300, 1300, 20, 1), (1, 1, 8, 1), (140, 257, 7, 257), (5, 1500, 16, 2)],
+)
+def test_many_blocks(m: int, n: int, d: int, k: int, with_ids: bool) -> None:
+    for dtype in DTYPES:
         x, y = whole_numbers(m, n, d, dtype)
         ids = some_ids(m, n) if with_ids else None
         for target in (torch.randint(0, n, (m,)), torch.arange(m) * n // m):
@@ -102,8 +90,8 @@ def test_many_blocks(
 
 
 @pytest.mark.parametrize("d", [37, 200])
-def test_a_target_neither_beats_nor_equals_itself(d: int, backend: str) -> None:
-    for dtype in DTYPES[backend]:
+def test_a_target_neither_beats_nor_equals_itself(d: int) -> None:
+    for dtype in DTYPES:
         x, y = (t.to(DEVICE, dtype) for t in MAKERS["random"](300, 1500, d))
         target = torch.randint(0, 1500, (300,), device=DEVICE)
         y[target] = x  # the highest score of a unit vector, unless rows share a target
@@ -120,11 +108,11 @@ def test_a_target_neither_beats_nor_equals_itself(d: int, backend: str) -> None:
 
 
 @pytest.mark.parametrize(("m", "n", "d"), [(63, 1027, 64), (3, 31, 511), (2, 333, 64), (1, 9, 7)])
-def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int, backend: str) -> None:
+def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int) -> None:
     """A collapsed model has such scores."""
     feature = torch.randn(1, d, generator=torch.Generator().manual_seed(d))
     feature = torch.nn.functional.normalize(feature)
-    for dtype in DTYPES[backend][-2:]:
+    for dtype in DTYPES[-3:]:
         x, y = (feature.to(DEVICE, dtype).repeat(rows, 1) for rows in (m, n))
         for target in (0, n - 1):
             above, equal = similarity.ranks(x, y, torch.full((m,), target, device=DEVICE))
@@ -132,9 +120,9 @@ def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int, backend
             assert (equal == n - 1).all()
 
 
-def test_nan_scores(backend: str) -> None:
+def test_nan_scores() -> None:
     """A row whose target scores NaN counts every column as above; the best columns are NaN."""
-    x, y = whole_numbers(5, 1500, 16, DTYPES[backend][-1])
+    x, y = whole_numbers(5, 1500, 16, DTYPES[-2])
     x[1] = torch.nan
     y[700] = torch.nan
     above, equal = similarity.ranks(x, y, torch.full((5,), 3, device=DEVICE))
@@ -146,8 +134,8 @@ def test_nan_scores(backend: str) -> None:
     assert (indices[:, 0] == 700).all()
 
 
-def test_no_rows(backend: str) -> None:
-    x, y = whole_numbers(3, 5, 8, DTYPES[backend][-1])
+def test_no_rows() -> None:
+    x, y = whole_numbers(3, 5, 8, DTYPES[-2])
     above, equal = similarity.ranks(x[:0], y, torch.zeros(0, dtype=torch.int64, device=DEVICE))
     assert above.shape == equal.shape == (0,)
     assert similarity.topk(x[:0], y, 2)[0].shape == (0, 2)
@@ -161,18 +149,3 @@ def test_autocast_changes_nothing() -> None:
         ours = *similarity.ranks(x, y, target), *similarity.topk(x, y, 3)
     for a, b in zip(ours, truth, strict=True):
         assert torch.equal(a, b)
-
-
-@settings(deadline=None, max_examples=60)
-@given(m=st.integers(1, 9), tiles=st.integers(1, 32), k=st.integers(1, 6), levels=st.integers(1, 9))
-def test_topk_from_the_maxima_of_chunks(m: int, tiles: int, k: int, levels: int) -> None:
-    pytest.importorskip("triton")
-    from megabatch.similarity.triton import ranking
-
-    s = torch.randint(-levels, levels, (m, tiles * 128)).float()
-    s[torch.rand(s.shape) < 0.5] = -torch.inf
-    tops = s.unflatten(1, (-1, 128)).amax(2)
-    value, column = ranking._best(s, tops, k)
-    assert torch.equal(value, s.topk(k, dim=1).values)
-    assert torch.equal(s.gather(1, column), value)
-    assert all(len(set(row)) == k for row in column.tolist())

@@ -89,8 +89,6 @@ def test_every_function_warns_of_float32_features(monkeypatch: pytest.MonkeyPatc
             lambda: similarity.logsumexp(x, y),
             lambda: similarity.split_logsumexp(x),
             lambda: similarity.softplus_sum(x, y, 1.0, 0.0),
-            lambda: similarity.ranks(x, y, torch.arange(4)),
-            lambda: similarity.topk(x, y, 2),
         )
     ):
         call()

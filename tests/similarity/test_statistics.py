@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, eager, softmax, tiles
+from megabatch.similarity import eager, softmax, tiles
 from megabatch.similarity import settings as call_settings
+from tests.similarity import dense
 from tests.similarity.exact import compare, leaves, weighted_sum
 from tests.similarity.features import MAKERS
 

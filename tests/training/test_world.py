@@ -9,7 +9,6 @@ import torch
 
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.ranks import Gone
-from megabatch.similarity import set_abort_on_lost_rank
 from megabatch.training import TrainConfig, world
 from megabatch.training.world import World, command_again, joined, place
 from tests.similarity.distributed.processes import World as Processes
@@ -68,20 +67,6 @@ def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as left, joined(config):  # one of them says it
         pass
     assert left.value.code == 2
-
-
-def test_a_lost_rank_ends_the_trainers_processes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (TORCHRUN | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(world.dist, "init_process_group", lambda *a, **k: None)
-    monkeypatch.setattr(world, "leave", lambda: None)
-    switched = []
-    with joined(TrainConfig(device="cpu")):
-        switched.append(set_abort_on_lost_rank(True))
-    switched.append(set_abort_on_lost_rank(False))
-    with pytest.raises(KeyError), joined(TrainConfig(device="cpu")):
-        raise KeyError
-    assert [*switched, set_abort_on_lost_rank(False)] == [True, False, False]
 
 
 def test_each_process_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

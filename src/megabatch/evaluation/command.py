@@ -68,7 +68,6 @@ def process_group() -> Iterator[None]:
     import torch.distributed as dist
 
     from megabatch.ranks import lost_rank_told
-    from megabatch.similarity import set_abort_on_lost_rank
 
     if int(os.environ.get("WORLD_SIZE", "1")) < 2 or dist.is_initialized():
         yield
@@ -80,13 +79,9 @@ def process_group() -> Iterator[None]:
         dist.init_process_group(timeout=_TIMEOUT)  # Gloo, and NCCL where there is CUDA
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"the processes cannot be joined: {one_line(error)}") from error
-    before = set_abort_on_lost_rank(True)  # as the trainer: the launcher stops the others
-    try:
-        with lost_rank_told("evaluating", dist.get_rank(), dist.get_world_size(), "two hours"):
-            yield
-        dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
-    finally:
-        set_abort_on_lost_rank(before)
+    with lost_rank_told("evaluating", dist.get_rank(), dist.get_world_size(), "two hours"):
+        yield
+    dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
 
 
 def _evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:

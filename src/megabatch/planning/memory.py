@@ -13,9 +13,9 @@ from megabatch.config.objective import create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.planning.counter import counted
+from megabatch.planning.loss_workspace import Run
 from megabatch.planning.towers import AUTOCAST
 from megabatch.similarity import ops, settings
-from megabatch.similarity.memory import Run
 
 #: Bytes of optimizer state per element of a parameter.
 _STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
@@ -141,7 +141,7 @@ def planned_bytes(
 
     def workspace(overload: Any, arguments: Sequence[Any]) -> int:
         operator = ops.find(overload)
-        return operator.workspace(run, *arguments) if operator and operator.workspace else 0
+        return run.workspace(operator.name, *arguments[:2]) if operator else 0
 
     settings.set_workspace(limit if keeps else _SMALLEST)
     try:

@@ -13,7 +13,6 @@ from megabatch.similarity.distributed.means import (
     share_of_mean,
     sum_over_ranks,
 )
-from megabatch.similarity.distributed.watchdog import set_abort_on_lost_rank
 from megabatch.similarity.pointwise import paired
 from megabatch.similarity.ranking import ranks, topk
 from megabatch.similarity.settings import (
@@ -37,7 +36,6 @@ __all__ = [
     "paired",
     "ranks",
     "replicated",
-    "set_abort_on_lost_rank",
     "set_gather",
     "set_grid",
     "set_workspace",

@@ -15,8 +15,6 @@ from megabatch.similarity.tiles import StateTiles, Tiles, rounds_left
 
 #: (positive, dropped) of a block, as `Matrix.masks` returns them.
 Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
-#: Buffers of a block's size for a teacher's logits.
-TEACHER_BUFFERS = 2
 #: Buffers of a block's size that live at once in the worst case (ids with a ceiling).
 BUFFERS = 6
 
@@ -298,7 +296,7 @@ class SoftTargetTiles(SoftmaxTiles):
     def __init__(self, matrix: Matrix, scale: Tensor, teacher_scale: Tensor) -> None:
         super().__init__(matrix, scale, scale.new_empty(0))
         self.numbers, self.teacher_scale = states.TARGETS, teacher_scale
-        self._teacher_scratch = self._buffers(TEACHER_BUFFERS)
+        self._teacher_scratch = self._buffers(2)
 
     def merge_block(
         self, i: slice, j: slice, s: Tensor, scratch: Tensor, sides: Sequence[Tensor]

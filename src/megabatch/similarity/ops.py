@@ -36,17 +36,13 @@ class Operator:
         name: str,
         function: Callable[..., Any],
         group_argument: int | None = None,
-        workspace: Callable[..., int] | None = None,
         schema: str | None = None,
     ) -> None:
         """`group_argument`: index of the group's name ("": this process alone) among arguments.
 
-        workspace: returns, for a `memory.Run` and the operator's arguments, the bytes that it takes
-            besides these and its results; None: little.
         schema: the signature; None: as the function's annotations say.
         """
         self.name, self.function, self.group_argument = name, function, group_argument
-        self.workspace = workspace
         self.custom = torch.library.custom_op(
             f"megabatch::{name}", function, mutates_args=(), schema=schema
         )
@@ -138,7 +134,7 @@ class Operator:
         raise NotImplementedError(
             f"megabatch {self.name}: expected at most first derivatives, got a backward pass "
             "through a backward pass (create_graph=True, torch.func.hessian, a gradient penalty); "
-            "megabatch.similarity.dense has the same functions for small matrices"
+            "for small matrices, use torch operations on scale * x @ y.T"
         )
 
     def _refuse_jvp(self) -> NoReturn:
@@ -175,7 +171,6 @@ class Reduction(Operator, Generic[Operands, Results]):
         operands: type[Operands],
         results: type[Results],
         functions: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
-        workspaces: tuple[Callable[[Any, Operands], int] | None, ...],
         *,
         wanted: int,
         outputs: int,
@@ -187,8 +182,6 @@ class Reduction(Operator, Generic[Operands, Results]):
                 which the last two are the group's name ("": this process alone) and the call's
                 settings.
             functions: of the forward operator, of its results on fake tensors, of the backward one.
-            workspaces: of both operators, called with a `memory.Run` and the operands as one; see
-                `Operator`.
         """
         self.operands, self.results, self.wanted, self.outputs = operands, results, wanted, outputs
         self._counts = len(operands._fields), len(results._fields)  # type: ignore[attr-defined]
@@ -196,19 +189,13 @@ class Reduction(Operator, Generic[Operands, Results]):
         given = [f"{_schema(kind)} {key}" for key, kind in fields.items()]
         self._tensors = sum("Tensor" in key for key in given)
         forward, fake, backward = functions
-        memory = [
-            None if f is None else lambda run, *flat, f=f: f(run, operands(*flat[: len(fields)]))
-            for f in workspaces
-        ]
-        self._derive(name, given, get_type_hints(results), backward, memory[1])
+        self._derive(name, given, get_type_hints(results), backward)
         schema = f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self._counts[1])})"
-        super().__init__(name, forward, len(fields) - 2, memory[0], schema)
+        super().__init__(name, forward, len(fields) - 2, schema)
         self.register_fake(fake)
         self.register_autograd(self._autograd, self._setup_context)
 
-    def _derive(
-        self, name: str, given: list[str], results: Iterable[str], backward: Any, workspace: Any
-    ) -> None:
+    def _derive(self, name: str, given: list[str], results: Iterable[str], backward: Any) -> None:
         """Make the backward operator."""
         wanted, place = [field.split()[1] for field in given[: self.wanted]], len(given) - 2
         results = list(results)
@@ -219,7 +206,7 @@ class Reduction(Operator, Generic[Operands, Results]):
             *(f"bool needs_{key}_grad" for key in wanted),
         ]
         schema = f"({', '.join(given)}) -> ({', '.join(['Tensor'] * self.wanted)})"
-        self._gradients = Operator(f"{name}_backward", backward, place, workspace, schema)
+        self._gradients = Operator(f"{name}_backward", backward, place, schema)
         self._gradients.register_fake(self._new_gradients)
 
     def split(

@@ -140,7 +140,6 @@ positive_softplus_sums = Reduction(
     Operands,
     Results,
     (_forward, _forward_fake, _backward),
-    (None, None),
     wanted=4,
     outputs=1,
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,9 +20,6 @@ from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks, terms
 from megabatch.similarity.matrix import Matrix, Side, strips
 from megabatch.torch_internals import transforms_active
-
-if TYPE_CHECKING:
-    from megabatch.similarity.triton.ranking import FusedScores
 
 
 @torch.no_grad()
@@ -73,7 +69,7 @@ def ranks(
     counts = target.new_zeros(2, len(x))
     score = x.new_empty(len(x), dtype=accumulator_dtype(x.dtype))
     with torch.cuda.device_of(x), settings.without_autocast(x):
-        scores = _scores(rows)
+        scores = _Scores(rows)
         for start, some in columns.chunks():
             scores.find(some, target - start, score)
         for start, some in columns.chunks():
@@ -116,7 +112,7 @@ def topk(
     if x.is_meta:
         return best, indices
     with torch.cuda.device_of(x), settings.without_autocast(x):
-        scores = _scores(rows)
+        scores = _Scores(rows)
         for start, some in columns.chunks():
             for i, value, column in scores.best(some, k):
                 best[i], order = torch.cat([best[i], value], dim=1).topk(k, dim=1)
@@ -134,7 +130,6 @@ def _checked(
             "on values; for several inputs, loop over them"
         )
     check_two(x, y, autocast=False)
-    backends.warn_of_float32(x)
     if ids is None:
         return Side(x), Side(y)
     row_ids, col_ids = check_id_pair(ids, x, y, "(row_ids, col_ids)")
@@ -166,17 +161,8 @@ class _Columns:
             yield from each.by_rank()
 
 
-def _scores(rows: Side) -> Scores | FusedScores:
-    """The rows' scores, by kernels or by torch operations."""
-    if not backends.uses_kernels(rows.features):
-        return Scores(rows)
-    from megabatch.similarity.triton.ranking import FusedScores
-
-    return FusedScores(rows)
-
-
-class Scores:
-    """Scores of rows against one chunk of columns at a time."""
+class _Scores:
+    """Scores of rows against one chunk of columns at a time, in torch operations."""
 
     def __init__(self, rows: Side) -> None:
         self._rows, self._m = rows, len(rows.features)

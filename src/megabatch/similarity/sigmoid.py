@@ -35,7 +35,6 @@ from megabatch.similarity.distributed.means import replicated
 from megabatch.similarity.distributed.schedule import Ranks
 from megabatch.similarity.eager_sigmoid import Deferred, Need, SigmoidCall, SigmoidTiles
 from megabatch.similarity.matrix import PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id, strips
-from megabatch.similarity.memory import Run
 from megabatch.similarity.ops import Reduction, new_gradient
 from megabatch.similarity.settings import applied
 from megabatch.similarity.sweep import Sweep, write_products
@@ -246,22 +245,11 @@ def _same_on_all_ranks(value: Tensor, group: str) -> Tensor:
     return value.masked_fill(extremes.sum() != 0, math.nan)
 
 
-def _forward_bytes(run: Run, o: Operands) -> int:
-    """Accumulators of all columns and a strip of rows; over ranks of all rows."""
-    block, rows = run.block(o.x, o.y) if o.teacher_x is None else run.eager_block(o.x, o.y)
-    totals = len(o.y) + min(rows, len(o.x)) if run.ranks == 1 else run.rows(o.x)
-    received = run.transfer_bytes(o.x)
-    if o.teacher_x is not None:
-        received += run.transfer_bytes(o.teacher_x)
-    return block + run.totals(o.x, totals) + received
-
-
 softplus_sums = Reduction(
     "softplus_sum",
     Operands,
     Results,
     (_forward, _forward_fake, _backward),
-    (_forward_bytes, None),
     wanted=4,
     outputs=1,
 )

@@ -29,9 +29,8 @@ from megabatch.similarity.arguments import (
 from megabatch.similarity.distributed import schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
-from megabatch.similarity.eager import TEACHER_BUFFERS, SoftmaxTiles, SoftTargetTiles
+from megabatch.similarity.eager import SoftmaxTiles, SoftTargetTiles
 from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
-from megabatch.similarity.memory import Run, gradient_bytes, padded_bytes
 from megabatch.similarity.ops import Reduction
 from megabatch.similarity.settings import applied
 from megabatch.similarity.sweep import Sweep, gradients, in_given_order, reduce
@@ -330,53 +329,11 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
         return gradients(_sweep(o, ranks, results.saved), o.scale, results[:2], upstream, need)
 
 
-def _forward_bytes(run: Run, o: Operands) -> int:
-    run = _without_grid(run, o)
-    block, _rows = run.block(o.x, o.y)
-    if o.teacher_scale is None:
-        block = block if run.on_cpu else block // 4
-    else:
-        # A forward block of the kernels has twice the rows and columns of a block of dS, and 5
-        # float32 numbers a tile of 128 for each of its rows and columns.
-        block = block + _teacher_bytes(block) if run.on_cpu else block * 5 // 8
-    return block + run.transfer_bytes(o.x) + _guide_bytes(run, o)
-
-
-def _backward_bytes(run: Run, o: Operands) -> int:
-    run = _without_grid(run, o)
-    found = gradient_bytes(run, o.x, o.y, states.SPLIT.upstream) + _guide_bytes(run, o)
-    if o.teacher_scale is None or not run.on_cpu:
-        return found
-    return found + _teacher_bytes(run.block(o.x, o.y)[0])
-
-
-def _without_grid(run: Run, o: Operands) -> Run:
-    """x against itself takes no grid of ranks."""
-    return run._replace(columns=0) if o.y is None else run
-
-
-def _guide_bytes(run: Run, o: Operands) -> int:
-    """Bytes of the guide's columns from other ranks, and of copies for the kernels.
-
-    In torch operations its products and wider copies reuse the logits' buffers.
-    """
-    if o.guide_x is None:
-        return 0
-    copies = 0 if run.on_cpu else padded_bytes(o.guide_x, o.guide_y)
-    return run.transfer_bytes(o.guide_x) + copies
-
-
-def _teacher_bytes(block: int) -> int:
-    """Bytes of the teacher's buffers in torch operations, from those of a block."""
-    return block * TEACHER_BUFFERS // eager.BUFFERS
-
-
 logsumexps = Reduction(
     "logsumexps",
     Operands,
     Results,
     (_forward, _forward_fake, _backward),
-    (_forward_bytes, _backward_bytes),
     wanted=3,
     outputs=2,
 )

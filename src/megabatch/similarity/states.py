@@ -34,15 +34,14 @@ class Numbers(NamedTuple):
 
     state: int
     results: int
-    upstream: int
     references: tuple[slice, ...]  #: places of the largest logits in a state
     differences: tuple[slice, ...] = ()  #: places of sums of differences of logits
 
 
 #: Of log-sum-exps, without positives and with them, and of soft targets.
-NEGATIVES = Numbers(2, 1, 2, (slice(0, 1),))
-SPLIT = Numbers(6, 4, 5, (slice(0, 4, 2),))
-TARGETS = Numbers(10, 7, 5, (slice(0, 4, 2), slice(6, 10, 3)), (slice(8, 9),))
+NEGATIVES = Numbers(2, 1, (slice(0, 1),))
+SPLIT = Numbers(6, 4, (slice(0, 4, 2),))
+TARGETS = Numbers(10, 7, (slice(0, 4, 2), slice(6, 10, 3)), (slice(8, 9),))
 
 
 def empty(numbers: int, size: int, like: Tensor) -> Tensor:
@@ -162,7 +161,7 @@ def _target_upstream(results: Tensor, gradient: Tensor) -> Tensor:
     """
     negative, positive, _, _, _, teacher_negative, teacher_positive = results
     g_negative, g_positive, g_sum, _, g_targets = gradient[:5]
-    out = results.new_empty(TARGETS.upstream, results.shape[1])
+    out = results.new_empty(5, results.shape[1])
     empty = negative == -math.inf
     share = (negative - torch.logaddexp(negative, positive)).exp()  # of the negatives: 1 - P
     share = share.masked_fill(empty, 0)

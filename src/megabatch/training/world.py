@@ -29,7 +29,6 @@ from megabatch.ranks import (
     on_all_ranks,
     raise_on_all_ranks,
 )
-from megabatch.similarity import set_abort_on_lost_rank
 
 T = TypeVar("T")
 
@@ -161,12 +160,8 @@ def joined(config: TrainConfig) -> Iterator[World]:
             f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']}: {one_line(error, 400)}"
         ) from error
-    before = set_abort_on_lost_rank(True)  # the launcher then stops the others, or restarts all
-    try:
-        yield world
-        leave()  # not after an error: it would wait for ranks that may be gone
-    finally:
-        set_abort_on_lost_rank(before)
+    yield world
+    leave()  # not after an error: it would wait for ranks that may be gone
 
 
 def leave() -> None:

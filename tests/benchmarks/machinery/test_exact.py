@@ -8,7 +8,7 @@ import torch
 from machinery import exact as exact_losses
 from machinery import truth
 from machinery.inputs import features
-from megabatch.similarity import dense
+from tests.similarity import dense
 
 
 def leaves(m: int, n: int, *numbers: float) -> list[torch.Tensor]:

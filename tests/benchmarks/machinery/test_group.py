@@ -13,7 +13,7 @@ from machinery.contenders import CLIP, Contender
 from machinery.group import Group
 from machinery.inputs import Case
 from machinery.results import Result
-from megabatch.similarity import dense
+from megabatch.benchmarking.measure import dense_clip_loss
 
 CASE = Case("clip", "megabatch", "cpu", "float32", b=64, d=16, scale=14.3)
 
@@ -41,7 +41,7 @@ def test_one_that_fails_is_a_result_and_the_others_go_on(monkeypatch: pytest.Mon
 
     enter(monkeypatch, "greedy", greedy)
     enter(monkeypatch, "broken", broken)
-    enter(monkeypatch, "half", lambda x, y, scale: dense.clip_loss(x, y, scale) / 2)
+    enter(monkeypatch, "half", lambda x, y, scale: dense_clip_loss(x, y, scale) / 2)
     found = results(together("dense", "greedy", "broken", "half", "megabatch"))
     status = {name: result.status for name, result in found.items()}
     assert status.pop("greedy") == "out of memory"
@@ -67,7 +67,7 @@ def test_a_contender_is_announced_before_it_can_crash() -> None:
 
 
 def test_without_a_gradient_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter(monkeypatch, "fixed", lambda x, y, scale: dense.clip_loss(x, y, scale.detach()))
+    enter(monkeypatch, "fixed", lambda x, y, scale: dense_clip_loss(x, y, scale.detach()))
     found = results(together("fixed"))["fixed"]
     assert (found.status, found.note) == ("ok", "no gradient of the scale")
     assert found.scale_gradient_error is None
@@ -83,7 +83,7 @@ def test_a_single_call_of_repeated_rows(backward: bool, monkeypatch: pytest.Monk
 
     def counted(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         calls.append(len(x))
-        return dense.clip_loss(x, y, scale)
+        return dense_clip_loss(x, y, scale)
 
     enter(monkeypatch, "counted", counted)
     case = replace(CASE, backward=backward)
@@ -119,7 +119,7 @@ def test_tf32_is_allowed_for_the_group_alone(monkeypatch: pytest.MonkeyPatch) ->
 
     def spy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
         seen.append(torch.get_float32_matmul_precision())
-        return dense.clip_loss(x, y, scale)
+        return dense_clip_loss(x, y, scale)
 
     enter(monkeypatch, "spy", spy)
     before = torch.get_float32_matmul_precision()

@@ -5,7 +5,7 @@ import torch
 
 from machinery import truth
 from machinery.inputs import features
-from megabatch.similarity import dense
+from megabatch.benchmarking.measure import dense_clip_loss
 
 
 @pytest.mark.parametrize("strip", [7, 1 << 27])
@@ -17,7 +17,7 @@ def test_equals_autograd_through_the_matrix(strip: int, monkeypatch: pytest.Monk
         y.requires_grad_(),
         torch.tensor(14.3, dtype=x.dtype).requires_grad_(),
     ]
-    loss = dense.clip_loss(*leaves)
+    loss = dense_clip_loss(*leaves)
     loss.backward()
     exact = truth.clip(x, y, 14.3)
     assert exact.dbias is None

@@ -95,7 +95,7 @@ def worker(
 CASES = {
     "killed": {"forward": [1], "backward": [1]},
     "stays": {"call": [1], "forward": [1]},
-    "hosts": {"call": [1], "forward": [2, 3]},
+    "hosts": {"call": [2, 3]},
 }
 DOING = {
     "call": "logsumexp: before the first transfer",

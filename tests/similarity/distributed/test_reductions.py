@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import SigLipLoss, similarity
-from megabatch.similarity import backends, dense, softplus_sum, split_logsumexp
+from megabatch.similarity import backends, softplus_sum, split_logsumexp
+from tests.similarity import dense
 from tests.similarity.distributed.comparison import (
     D,
     compare,

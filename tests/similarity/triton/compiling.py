@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megabatch.similarity.triton import blocks, paired, ranking, sigmoid, soft_targets, softmax
+from megabatch.similarity.triton import blocks, paired, sigmoid, soft_targets, softmax
 
 TYPES = (
     dict.fromkeys(("row_ids", "col_ids", "row_ranges", "col_ranges"), "*i64")
@@ -56,10 +56,6 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "combine": (softmax.combine_partials, "bf16", 8, GUIDED | HALF),
     "clip, guided, ds": (softmax.unmasked_gradients, "bf16", 4, GUIDED),
     "guided, masked ds": (softmax.masked_gradients, "bf16", 8, GUIDED),
-    "find": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16, "above": None, "equal": None}),
-    "count": (ranking.ranks, "bf16", 4, PLAIN | {"GROUP": 16}),
-    "count, ids": (ranking.ranks, "fp16", 8, TILE | {"GROUP": 16}),
-    "scores": (ranking.scores, "bf16", 8, PLAIN | {"GROUP": 16}),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
@@ -78,7 +74,6 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     types = TYPES | dict.fromkeys(("features", "out"), f"*{dtype}")
     types |= {"ds": f"tensordesc<{dtype}[128, 128]>"}
     types |= dict.fromkeys(("x", "y", "guide_x", "guide_y"), box)
-    types |= {"out": "*fp32"} if kernel is ranking.scores else {}
     types |= STACKS if name.startswith("pairs") else {}
     if name.startswith("targets"):
         types |= dict.fromkeys(("row_partials", "col_partials"), "*fp32")

@@ -29,10 +29,8 @@ PAIR = Bounds(2, H100, 64)
 BOUNDS = {
     **dict.fromkeys(("sigmoid@90", "sigmoid, ids@90", "clip@90", "clip, half@90"), PAIR),
     **dict.fromkeys(("clip, ds@90", "clip, ds, half@90", "clip, guided@90"), PAIR),
-    **dict.fromkeys(("clip, guided, ds@90", "find@90", "count@90"), PAIR),
-    **dict.fromkeys(("count, ids@90", "scores@90"), PAIR),
+    "clip, guided, ds@90": PAIR,
     **dict.fromkeys(("clip@80", "clip, ds@80"), Bounds(2, A100, 256)),  # 4 warps: 544 to 912
-    "count@80": Bounds(2, A100, 512),
     "targets@90": Bounds(1, H100, 384),  # at most 128 of them outside of the branch with masks
     "targets, ds@90": Bounds(1, H100, 128),
     "targets, small@80": Bounds(1, SMALLEST + RESERVED),  # sm_86 and sm_89

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Features:
 def test_a_config_on_trial_takes_precedence() -> None:
     x = torch.empty(10, 768)
     before = configs.launch_config("forward", x), configs.launch_config("backward", x)
-    with configs.override({"forward": BEST}):
+    with patch.dict(configs.overrides, {"forward": BEST}):
         assert configs.launch_config("forward", x) == BEST
         assert configs.launch_config("backward", x) == before[1]
     assert configs.launch_config("forward", x) == before[0]

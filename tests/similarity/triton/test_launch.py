@@ -27,7 +27,6 @@ import megabatch as mb
 from megabatch.similarity.triton import launch as module
 from megabatch.similarity.triton import (
     paired,
-    ranking,
     sigmoid,
     softmax,
     tiles,
@@ -135,7 +134,7 @@ def test_numbers_that_vary_are_not_specialised(monkeypatch: pytest.MonkeyPatch) 
 
 def test_names_of_arguments_are_those_of_some_kernel() -> None:
     """A number renamed in a kernel but not in `VARYING` would be specialised and recompiled."""
-    modules = (paired, ranking, sigmoid, softmax, tiles)
+    modules = (paired, sigmoid, softmax, tiles)
     kernels = [k for m in modules for k in vars(m).values() if isinstance(k, Kernel)]
     names = {name for k in kernels for name in k.jitted.arg_names}
     assert set(VARYING) <= names

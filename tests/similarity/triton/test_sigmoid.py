@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -180,7 +181,7 @@ def test_tiles_that_are_recomputed_among_others() -> None:
     x, y = MAKERS["clustered"](450, 300, 16)
     ids = torch.randint(-1, 40, (450,)), torch.randint(-1, 40, (300,))
     x[130:140] *= 8  # logits whose exponentials multiply beyond float32
-    with configs.override({"sigmoid": configs.Config(group=2)}):
+    with patch.dict(configs.overrides, {"sigmoid": configs.Config(group=2)}):
         check(x.half(), y.half(), 10.0, -2.0, ids)
         check(x.half()[:300], y.half(), 10.0, -2.0, "paired", torch.rand(300))
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import dense, states
+from megabatch.similarity import states
+from tests.similarity import dense
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import assert_row_errors
 from tests.similarity.test_statistics import some_ids, weighted_sum
@@ -144,7 +145,7 @@ def test_self_similarity(
     """The lower triangle mirrors the upper: sums of rows serve columns, dS is stored twice."""
     if rows is not None:
         one = Config(rows=rows, group=2, split=split, stages=2)
-        monkeypatch.setattr(configs, "_overrides", {"forward": one, "backward": one})
+        monkeypatch.setattr(configs, "overrides", {"forward": one, "backward": one})
     similarity.set_workspace(workspace)
     m = 2300 if GPU else 530 if workspace < 512 << 20 else 400
     x, _ = make("random" if maker == "spread" else maker, m, 1, 8, torch.float16)

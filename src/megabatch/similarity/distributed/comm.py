@@ -168,7 +168,8 @@ def _begin(
 
     def end() -> None:
         with failures_of(what):
-            control.wait(work, group, result, what)
+            if work is not None:
+                work.wait()
 
     return Pending(result, end)
 

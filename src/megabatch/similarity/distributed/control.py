@@ -21,14 +21,10 @@ from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megabatch import torch_internals
-from megabatch.similarity.distributed.watchdog import Watch
 
 _channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
-#: Groups without a channel of their own, and the larger group whose channel watches them.
-_watched_with: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
@@ -59,29 +55,6 @@ def channel(group: dist.ProcessGroup, device: torch.device) -> Channel:
     return _channels[group]
 
 
-def watch_with(part: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
-    """Let the channel of a group watch the transfers of a part of it, which has none."""
-    _watched_with[part] = whole
-
-
-def wait(work: dist.Work | None, group: dist.ProcessGroup, like: Tensor, what: str) -> None:
-    """Wait for a collective of tensors like `like`: on the CPU here, on a GPU in its stream.
-
-    Args:
-        work: None: the stream waits already. what: its name in the watchdog's report.
-
-    Raises:
-        RuntimeError: it failed; between machines, on the CPU, a timeout names the missing ranks.
-    """
-    known = _channels.get(_watched_with.get(group, group))
-    if isinstance(known, GlooChannel) and work is not None and not like.is_cuda:
-        known.wait(work)
-    elif work is not None:
-        work.wait()
-    if isinstance(known, SocketChannel) and like.is_cuda:
-        known.watch.track(what)
-
-
 def _host() -> str:
     """A name that processes share if they are on one host, in one network namespace."""
     try:
@@ -100,7 +73,7 @@ class Board:
         # A store may outlive a group and hold its ranks' keys, so each group has a number.
         number = (store.add("arrivals", 1) - 1) // size
         self.store = dist.PrefixStore(str(number), store)
-        self.store.set(f"waits {rank}", "0")  # for `GlooChannel`
+        self.store.set(f"came {rank}", "0")  # for `GlooChannel`
 
     def exchange(self, what: str, mine: str) -> list[str]:
         """Every rank's value of this name, by rank; waits for the other ranks."""
@@ -122,8 +95,8 @@ class GlooChannel:
     """A channel over the group's collectives on the CPU.
 
     Gloo's timeout names no rank: in a collective each rank waits for its neighbour, which may
-    itself be waiting. Each rank therefore writes to the group's store how often it has waited. If a
-    wait fails in the end, the ranks that have waited less often did not come.
+    itself be waiting. Each rank therefore writes to the group's store how often it has come. After
+    a timeout, those that have come less often are missing.
     """
 
     hosts: Sequence[str] = ()  #: the name of each rank's host
@@ -132,7 +105,7 @@ class GlooChannel:
         self.backend, self._rank, self._size = backend, board.rank, board.size
         self._store = board.store.clone()  # a connection of its own, which no other thread occupies
         self._at_once = min(AT_ONCE, board.timeout.total_seconds() / 8)
-        self._waits = 0
+        self._count = 0
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, by rank; all send the same number. Waits for the other ranks.
@@ -140,27 +113,19 @@ class GlooChannel:
         Raises:
             RuntimeError: a rank is gone, or sends nothing within the group's timeout.
         """
+        self._count += 1
+        with contextlib.suppress(RuntimeError):  # the store is out of reach
+            self._store.set(f"came {self._rank}", str(self._count))
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
         table = [torch.empty_like(own) for _ in range(self._size)]
-        self.wait(self.backend.allgather([table], [own]))
-        return [bytes(row.numpy()) for row in table]
-
-    def wait(self, work: dist.Work) -> None:
-        """Wait for a collective of some ranks of the group.
-
-        Raises:
-            RuntimeError: it failed; if that took a while, with the ranks that do not wait.
-        """
-        self._waits += 1
-        with contextlib.suppress(RuntimeError):  # the store is out of reach
-            self._store.set(f"waits {self._rank}", str(self._waits))
         began = time.monotonic()
         try:
-            work.wait()
+            self.backend.allgather([table], [own]).wait()
         except RuntimeError as error:
             if time.monotonic() - began < self._at_once:  # Gloo says why
                 raise
             raise RuntimeError(f"{error}; {self._missing()}") from error
+        return [bytes(row.numpy()) for row in table]
 
     def _missing(self) -> str:
         found: list[int] = []
@@ -168,17 +133,17 @@ class GlooChannel:
         def look_up() -> None:
             with contextlib.suppress(RuntimeError, ValueError):  # a store that ends gives b""
                 for rank in range(self._size):
-                    found.append(int(self._store.get(f"waits {rank}")))
+                    found.append(int(self._store.get(f"came {rank}")))
 
         # In a thread, as a store out of reach may never answer.
         task = threading.Thread(target=look_up, daemon=True)
         task.start()
         task.join(ANSWER)
         if len(found) < self._size:
-            return "the group's store, which knows the ranks that wait, does not answer"
-        missing = [str(rank) for rank, waits in enumerate(found) if waits < self._waits]
+            return "the group's store, which knows the ranks that came, does not answer"
+        missing = [str(rank) for rank, count in enumerate(found) if count < self._count]
         if not missing:
-            return "all ranks of the group wait: the network between them may have failed"
+            return "all ranks of the group came: the network between them may have failed"
         several = "s" if len(missing) > 1 else ""
         return f"missing in this call: rank{several} {', '.join(missing)} of the group"
 
@@ -194,11 +159,9 @@ class SocketChannel:
     def __init__(self, peers: dict[int, socket.socket], timeout: timedelta) -> None:
         """`peers`: by rank, without this one."""
         self.peers, self.seconds, self.broken = peers, timeout.total_seconds(), False
-        self.watch = Watch(peers)
-        # When the group ends, not the program: one that leaves its group may have failed.
-        finalize(self, self.watch.end).atexit = False
         for peer in peers.values():
             peer.settimeout(self.seconds)
+            finalize(self, peer.close)  # when the group ends; a forked child's parent keeps its own
 
     def gather(self, mine: bytes) -> list[bytes]:
         """Return every rank's bytes, as `GlooChannel.gather`."""

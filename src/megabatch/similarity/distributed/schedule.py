@@ -304,8 +304,6 @@ def _new_grid(group: dist.ProcessGroup, device: torch.device, columns: int) -> G
         dist.new_subgroups_by_enumeration(parts, timeout)[0]
         for parts in (table.tolist(), table.T.tolist())
     ]
-    for part in made:
-        control.watch_with(part, group)
     return GridGroups(*made)
 
 

@@ -6,8 +6,6 @@ No call tunes anything; `benchmarks/tune.py` searches for faster ones on a GPU.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -50,10 +48,14 @@ PACKAGED = (
 )
 
 
+#: Configurations by kernel that come before the packaged ones, for tests and `benchmarks/tune.py`.
+overrides: dict[str, Config] = {}
+
+
 def launch_config(kernel: str, x: torch.Tensor) -> Config:
     """Configuration of a kernel, as `PACKAGED` names it, for features like x (m, d)."""
-    if kernel in _overrides:
-        return _overrides[kernel]
+    if kernel in overrides:
+        return overrides[kernel]
     generation = capability(x.device)[0] if x.is_cuda else 0
     return _packaged(kernel, generation, x.shape[0] >= FEW_ROWS, x.shape[1], x.element_size())
 
@@ -70,18 +72,3 @@ def _packaged(kernel: str, generation: int, many: bool, width: int, item: int) -
         config = replace(config, stages=2, warps=8 if generation < 9 else config.warps)
     # float32 takes twice the shared memory per feature.
     return config if item < 4 else replace(config, bk=config.bk // 2)
-
-
-_overrides: dict[str, Config] = {}
-
-
-@contextmanager
-def override(configs: Mapping[str, Config]) -> Iterator[None]:
-    """Use these configurations, by kernel, before any others."""
-    before = dict(_overrides)
-    _overrides.update(configs)
-    try:
-        yield
-    finally:
-        _overrides.clear()
-        _overrides.update(before)

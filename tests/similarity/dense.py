@@ -1,4 +1,4 @@
-"""The whole similarity matrix at once: the float64 truth for tests, the dense peer in benchmarks.
+"""The whole similarity matrix at once: the float64 truth.
 
 Ordinary differentiable PyTorch in the features' own dtype, written independently of the sweep.
 Memory grows with m * n.
@@ -7,7 +7,6 @@ Memory grows with m * n.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.softmax import Split
@@ -74,13 +73,6 @@ def _masked_logsumexp(s: Tensor, mask: Tensor, dim: int) -> Tensor:
 def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """The diagonal of S, (m,)."""
     return scale * (x * y).sum(1)
-
-
-def clip_loss(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """Two cross-entropies over one matrix of logits, as most training code writes it."""
-    s = logits(x, y, scale)
-    labels = torch.arange(len(s), device=s.device)
-    return (F.cross_entropy(s, labels) + F.cross_entropy(s.T, labels)) / 2
 
 
 def ranks(
