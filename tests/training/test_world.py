@@ -9,7 +9,7 @@ import torch
 
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.ranks import Gone
-from megabatch.training import TrainConfig, world
+from megabatch.training import TrainConfig
 from megabatch.training.world import World, command_again, joined, place
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
@@ -37,9 +37,8 @@ def test_the_launchers_environment(environ: dict[str, str], expected: tuple[int,
     "environ",
     [
         {"WORLD_SIZE": "2"},
-        {**TORCHRUN, "RANK": "8"},
         {**TORCHRUN, "LOCAL_RANK": "first"},
-        {**SLURM, "SLURM_LOCALID": "-1"},
+        {"SLURM_STEP_NUM_TASKS": "4"},
     ],
 )
 def test_an_environment_that_makes_no_sense(environ: dict[str, str]) -> None:
@@ -55,31 +54,45 @@ def test_a_run_is_continued_by_its_launcher() -> None:
 
 
 def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {**SLURM, "SLURM_PROCID": "0"}.items():
+    for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     for name in ("MASTER_ADDR", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    config = TrainConfig(device="cpu")
-    with pytest.raises(UsageError, match=r"MASTER_ADDR not set.*scontrol"), joined(config):
+    told = "rank 3 of 4 cannot join the others: .*MASTER_ADDR expected, but not set"
+    with pytest.raises(Gone, match=told), joined(TrainConfig(device="cpu")):
         pass
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises(SystemExit) as left, joined(config):  # one of them says it
-        pass
-    assert left.value.code == 2
 
 
-def test_each_process_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    assert world._device_of("auto", 3) == torch.device("cuda", 3)
-    assert world._device_of("cuda", 0) == torch.device("cuda", 0)
-    assert world._device_of("cpu", 3) == CPU
-    for name, local_rank in (("cuda:1", 1), ("cuda", 4), ("gpu", 0)):
-        with pytest.raises(UsageError, match=r"^--device"):
-            world._device_of(name, local_rank)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as srun --gpus-per-task=1 shows it
-    assert world._device_of("cuda", 3) == torch.device("cuda", 0)
+@pytest.mark.parametrize(
+    ("name", "gpus", "device"),
+    [
+        ("auto", 4, "cuda:1"),
+        ("cuda", 4, "cuda:1"),
+        ("cuda", 1, "cuda:0"),  # as srun --gpus-per-task=1 shows it
+        ("auto", 0, "cpu"),
+        ("cpu", 4, "cpu"),
+        ("cuda:0", 4, ""),
+        ("gpu", 4, ""),
+    ],
+)
+def test_each_process_takes_its_own_device(
+    monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, device: str
+) -> None:
+    for variable, value in TORCHRUN.items():
+        monkeypatch.setenv(variable, value)
+    chosen: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
+    if not device:
+        with pytest.raises(UsageError, match=f"^--device {name}"), joined(TrainConfig(device=name)):
+            pass
+        return
+    with joined(TrainConfig(device=name)) as some:
+        assert (some.rank, some.size, str(some.device)) == (5, 8, device)
+    assert [str(each) for each in chosen] == [device] * device.startswith("cuda")
 
 
 def test_alone_everything_is_said_to_oneself() -> None:

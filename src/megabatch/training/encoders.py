@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.gradient_cache.batches import Feed
-from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.models.layers import Tower, locked_towers
 from megabatch.models.padding import Lengths
 
@@ -85,11 +84,6 @@ class CachedStep:
     def keep(self, micro_batches: int) -> None:
         """Encode this many micro-batches once, see `kept_micro_batches` of GradientCache."""
         self._cache.kept_micro_batches = micro_batches
-
-    @property
-    def memory(self) -> StepMemory:
-        """GPU memory of the steps so far."""
-        return self._cache.memory
 
     def sorted_towers(self, batch: Batch) -> dict[str, SortedByLength]:
         """The batches of the towers that take them by length, by tower."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
 
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-_LINE_EVERY = 10.0  # seconds, if the output is a file
+#: Seconds between two lines.
+LINE_EVERY = 10.0
 
 
 class Meter:
@@ -55,51 +54,25 @@ def memory_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class Display(AbstractContextManager["Display"]):
-    """A progress bar on a terminal; otherwise a line every ten seconds."""
+class Progress:
+    """Prints a line every ten seconds, and one for the last step."""
 
     def __init__(self, console: Console, total_steps: int, done: int) -> None:
-        self._console = console
-        self._total = total_steps
-        self._done = done
-        self._started_at = done
-        self._start = self._last_line = time.monotonic()
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[text]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=console.quiet or not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=total_steps, completed=done, text="")
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._bar.disable:  # older versions of rich end it with an empty line all the same
-            self._bar.stop()
+        self._console, self._total, self._done = console, total_steps, done
+        self._start = self._last = time.monotonic()
 
     def update(self, step: int, record: dict[str, float]) -> None:
         """Show a record of the log, of step `step`."""
-        loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
-        speed, memory = record["pairs_per_second"], record["memory_bytes"]
-        text = f"loss {loss}  {speed:,.0f} pairs/s  {memory / 2**30:.1f} GiB"
-        self._bar.update(self._task, completed=step, text=text)
         now = time.monotonic()
-        last = step == self._total
-        if not self._console.is_terminal and (last or now - self._last_line >= _LINE_EVERY):
-            self._last_line = now
-            left = (now - self._start) / (step - self._started_at) * (self._total - step)
-            self._console.print(
-                f"step {step}/{self._total}  {text}  {duration(left)} left",
-                soft_wrap=True,
-                highlight=False,
-            )
+        if step < self._total and now - self._last < LINE_EVERY:
+            return
+        self._last = now
+        loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
+        left = (now - self._start) / (step - self._done) * (self._total - step)
+        self._console.print(
+            f"step {step}/{self._total}  loss {loss}  {record['pairs_per_second']:,.0f} pairs/s  "
+            f"{record['memory_bytes'] / 2**30:.1f} GiB  {duration(left)} left"
+        )
 
 
 def duration(seconds: float) -> str:

@@ -16,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
 from megabatch.gradient_cache.batches import divided, to_device
-from megabatch.gradient_cache.second_pass import OutOfMemoryOnAllRanks
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.training.encoders import CachedStep
@@ -32,12 +30,12 @@ from megabatch.training.parallel import Layout
 FIRST, SAFE = 512, 64
 #: A larger size is worth it if it is faster by this share; of equally fast ones the largest is.
 GAIN = 0.02
-#: Seconds that all trials may take together.
-SECONDS = 100.0
+#: Seconds that a trial may take.
+SECONDS = 20.0
 
+_FORWARD = 1 / 3  # of the time of forward and backward pass
 _USABLE = 0.95  # share of free memory that tensors can have, as the allocator leaves gaps
-_ROUNDS = 3  # timed repetitions of a trial
-_SET = "set --micro-batch-size to a smaller number"
+_PASSES = 4  # of a trial, of which the first one compiles
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,14 @@ class Trial:
     """The measurements of a micro-batch with texts of medium length.
 
     Attributes:
-        first: seconds per pair of a forward pass without a graph.
-        second: seconds per pair of the second pass, and of a locked tower's forward pass.
+        seconds: of a pair's forward and backward pass.
         graph: bytes of its activations.
         peak: the most bytes that it takes, the graph and its inputs among them.
-        took: seconds of the trial.
     """
 
-    first: float
-    second: float
+    seconds: float
     graph: float
     peak: float
-    took: float
 
     def times(self, factor: float) -> Trial:
         """The same for a micro-batch that takes so many times as much memory."""
@@ -71,23 +65,22 @@ class Room:
         share: the most pairs of a rank.
         ranks: number of ranks.
         usable: bytes that tensors can have in total.
-        until_second_pass: the most bytes of a step before its second pass, with no graph waiting.
-        beside: bytes in use in the second pass beside a micro-batch.
+        peak: the most bytes of a step in which no graph waits.
+        beside: these without a micro-batch's own.
         bound: the most bytes for kept activations; None: all that are left.
     """
 
     share: int
     ranks: int
     usable: float
-    until_second_pass: float
+    peak: float
     beside: float
     bound: int | None
 
     def fits(self, size: int, trial: Trial) -> bool:
         """Whether a step with micro-batches of this size has enough memory."""
         waiting = trial.graph if size >= self.share else 0.0  # a single one is encoded once
-        most = max(self.until_second_pass + waiting, self.beside + trial.peak)
-        return most <= self.usable
+        return max(self.peak + waiting, self.beside + trial.peak) <= self.usable
 
     def kept(self, size: int, trial: Trial) -> int:
         """How many micro-batches' activations can wait for the second pass.
@@ -98,16 +91,15 @@ class Room:
         count = -(-self.share // size)
         if count == 1:
             return 0
-        # Graphs go backward before others are encoded: the second pass's own is one of them.
-        left = self.usable - max(self.until_second_pass, self.beside + trial.peak - trial.graph)
+        left = self.usable - max(self.peak, self.beside + trial.peak)
         bytes_ = left if self.bound is None else min(left, self.bound)
         return max(0, min(count - (self.ranks > 1), int(bytes_ // max(1.0, trial.graph))))
 
     def seconds(self, size: int, trial: Trial) -> float:
         """Seconds per pair in the towers, with the activations kept that fit."""
         count = -(-self.share // size)
-        once = 1.0 if count == 1 else self.kept(size, trial) / count
-        return trial.second + trial.first * (1 - once)
+        twice = 0.0 if count == 1 else 1 - self.kept(size, trial) / count
+        return trial.seconds * (1 + _FORWARD * twice)
 
     def fastest(self, tried: Mapping[int, Trial]) -> int:
         """The largest of the sizes that are about as fast as the fastest: it has few launches."""
@@ -117,12 +109,12 @@ class Room:
 
 
 def search(
-    attempt: Callable[[int], Trial | None], first: int, trial: Trial, room: Room
+    attempt: Callable[[int], Trial], first: int, trial: Trial, room: Room
 ) -> dict[int, Trial]:
     """Try sizes, doubled while that is worth it, and a rank's whole share; returns the trials.
 
     Args:
-        attempt: measures a size, the same on all ranks; None if memory runs out.
+        attempt: measures a size, the same on all ranks.
         first: the first size. trial: its measurements.
         room: what sizes have to fit in.
     """
@@ -131,16 +123,13 @@ def search(
     def try_(size: int) -> bool:
         """Try a size if that should fit, in memory and in time, by the largest one so far."""
         most = max(tried)
-        expected = (1 + _ROUNDS) * size * (tried[most].first + tried[most].second)
-        if sum(one.took for one in tried.values()) + expected > SECONDS:
-            return False
-        if not room.fits(size, tried[most].times(size / most)):
+        expected = tried[most].times(size / most)
+        if _PASSES * size * expected.seconds > SECONDS or not room.fits(size, expected):
             return False
         found = attempt(size)
-        if found is None or not room.fits(size, found):
-            return False
-        tried[size] = found
-        return True
+        if fits := room.fits(size, found):
+            tried[size] = found
+        return fits
 
     size, in_vain = first, 0
     while size * 2 < room.share and in_vain < 2:
@@ -206,14 +195,12 @@ class Division:
         rows, size = self.rows, min(self.rows, SAFE)
         with without_a_trace(self._layout):
             trial = self._agreed(trials, size)
-        if trial is None:
-            raise OutOfMemory(f"out of memory with {plural(size, 'pair')} at a time; {_SET}")
         left = min(world.gather(_usable(world.device))) / 2  # for the optimizer and the loss
         while self.rows > size and trial.peak * self.rows / size > left:
             self.rows = max(size, self.rows // 2)
         return self.rows < rows
 
-    def after_step(self, trials: Trials, until_second_pass: int, longer: float) -> bool:
+    def after_step(self, trials: Trials, longer: float) -> bool:
         """After the second step, measure; returns whether that was done.
 
         All ranks call it after each step while something is to be measured. If one has no pairs,
@@ -221,7 +208,6 @@ class Division:
 
         Args:
             trials: of the step's batch.
-            until_second_pass: the allocator's peak when the second pass began.
             longer: how many times as many tokens a micro-batch of another batch may have.
         """
         world, began = self._layout.world, time.perf_counter()
@@ -234,11 +220,9 @@ class Division:
         free, rows = _usable(world.device), self.rows
         with without_a_trace(self._layout):
             first = self._agreed(trials, rows, longer)
-            if first is None:
-                raise OutOfMemory(f"out of memory with {plural(rows, 'pair')} at a time; {_SET}")
-            own = (free, until_second_pass, peak - first.peak / longer)
-            usable, before, beside = zip(*world.gather(own), strict=True)
-            room = Room(self._share, world.size, min(usable), max(before), max(beside), self._bound)
+            own = (-free, peak, peak - first.peak / longer)
+            usable, peak, beside = map(max, zip(*world.gather(own), strict=True))
+            room = Room(self._share, world.size, -usable, peak, beside, self._bound)
             tried = {rows: first}
             if self.searches:
                 tried = search(lambda size: self._agreed(trials, size, longer), rows, first, room)
@@ -260,31 +244,17 @@ class Division:
             )
         return True
 
-    def keep_fewer(self, error: torch.OutOfMemoryError) -> None:
-        """Halve the number of kept activations after memory ran out, if the step can be repeated.
-
-        Raises:
-            OutOfMemory: it cannot: none were kept; or other ranks do not know of the error, and may
-                be waiting for this one; or the step left something in FSDP2 or in running
-                statistics.
-        """
-        world, module = self._layout.world, self._layout.module
-        if not self.kept:
-            raise OutOfMemory(
-                f"rank {world.rank}: out of memory with {plural(self.rows, 'pair')} at a time (a "
-                "smaller --micro-batch-size, --grad-checkpointing and --parallel fsdp need less)"
-            ) from error
-        agreed = world.size == 1 or isinstance(error, OutOfMemoryOnAllRanks)
-        if not agreed or isinstance(module, FSDPModule) or batch_norms(module):
-            raise OutOfMemory(
-                f"rank {world.rank}: out of memory with the activations of "
-                f"{plural(self.kept, 'micro-batch')} kept; continue with --resume and a smaller "
-                "--activation-memory (0 keeps none)"
-            ) from error
-        before, self.kept = self.kept, self.kept // 2
-        self._tell(
-            f"out of memory with the activations of {plural(before, 'micro-batch')}: the step is "
-            f"repeated with those of {self.kept}"
+    def less_memory(self) -> str:
+        """What to say if memory runs out in a step."""
+        if self.kept:
+            kept = plural(self.kept, "micro-batch")
+            return (
+                f"out of memory with the activations of {kept} kept; continue with --resume and a "
+                "smaller --activation-memory (0 keeps none)"
+            )
+        return (
+            f"out of memory with {plural(self.rows, 'pair')} at a time (a smaller "
+            "--micro-batch-size, --grad-checkpointing and --parallel fsdp need less)"
         )
 
     def state(self) -> dict[str, Any]:
@@ -292,23 +262,24 @@ class Division:
         made = None if self.measures else (self.rows, self.kept)
         return {"made": made, "conditions": self._conditions}
 
-    def load_state(self, state: dict[str, Any]) -> bool:
-        """Take over a choice made in the same conditions on all ranks; whether there was one."""
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a choice that was made in the same conditions on all ranks."""
         same = bool(state["made"]) and state["conditions"] == self._conditions
-        if not self.measures or not all(self._layout.world.gather(same)):
-            return False
-        (self.rows, self.kept), self.measures = state["made"], False
-        return True
+        if self.measures and all(self._layout.world.gather(same)):
+            (self.rows, self.kept), self.measures = state["made"], False
 
-    def _agreed(self, trials: Trials, size: int, longer: float = 1.0) -> Trial | None:
-        """A trial with the largest measurements of all ranks; None if one runs out of memory."""
-        own = trials(size)
-        found = self._layout.world.gather(own and astuple(own))
-        if all(found):
-            return Trial(*map(max, zip(*found, strict=True))).times(longer)
-        if isinstance(self._layout.module, FSDPModule):
-            raise OutOfMemory(f"out of memory in a trial, and FSDP2 cannot continue; {_SET}")
-        return None
+    def _agreed(self, trials: Trials, size: int, longer: float = 1.0) -> Trial:
+        """A trial, with the largest measurements of all ranks."""
+        world = self._layout.world
+        try:
+            own = trials(size)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"rank {world.rank}: out of memory in a trial with {plural(size, 'pair')} at a "
+                "time; set --micro-batch-size to a smaller number"
+            ) from error
+        found = world.gather(astuple(own))
+        return Trial(*map(max, zip(*found, strict=True))).times(longer)
 
 
 class Trials:
@@ -328,30 +299,20 @@ class Trials:
         self._step, self._batch, self._autocast = step, batch, autocast
         self.pairs = len(batch)
 
-    def __call__(self, size: int) -> Trial | None:
-        """The measurements of a size; None if memory runs out."""
+    def __call__(self, size: int) -> Trial:
+        """The measurements of a size; raises torch.OutOfMemoryError."""
         torch.cuda.empty_cache()
-        try:
-            return self._measured(min(size, self.pairs))
-        except torch.OutOfMemoryError:
-            pass
-        finally:  # not in the handler: the exception keeps tensors alive
-            self._step.module.zero_grad(set_to_none=True)
-        return None
-
-    def _measured(self, size: int) -> Trial:
-        device, began = self._step.device, time.perf_counter()
+        device = self._step.device
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        inputs, pairs = self._inputs(size)
-        self._passes(inputs)
-        rounds = [self._passes(inputs) for _ in range(_ROUNDS)]
-        first, second, graph = min(rounds, key=lambda found: found[0] + found[1])
+        inputs, pairs = self._inputs(min(size, self.pairs))
+        passes = [self._pass(inputs) for _ in range(_PASSES)]
+        seconds, graph = min(passes[1:])
         # Another micro-batch's inputs are on their way while one is computed.
         peak = torch.cuda.max_memory_allocated(device) - before
         peak += sum(tensor.nbytes for tensor in inputs.values())
-        took = time.perf_counter() - began
-        return Trial(first / pairs, second / pairs, graph, peak, took)
+        self._step.module.zero_grad(set_to_none=True)
+        return Trial(seconds / pairs, graph, peak)
 
     def _inputs(self, size: int) -> tuple[dict[str, Tensor], int]:
         """Inputs by tower of the middle micro-batch of this size, on the device; and its pairs."""
@@ -359,34 +320,27 @@ class Trials:
         by_length = self._step.sorted_towers(batch)
         parts = divided(self.pairs, size, by_length)
         middle = parts[len(parts) // 2]
-        pairs, inputs = middle.rows.stop - middle.rows.start, {}
-        for tower, rows in (("image", batch.images), ("text", batch.texts)):
-            if tower in by_length:
-                inputs[tower] = to_device(by_length[tower].take(middle.of(tower)), device)
-            else:
-                inputs[tower] = to_device(rows[:pairs], device)
-        return inputs, pairs
+        pairs = middle.rows.stop - middle.rows.start
+        inputs = {"image": batch.images[:pairs], "text": batch.texts[:pairs]}
+        inputs |= {tower: texts.take(middle.of(tower)) for tower, texts in by_length.items()}
+        return {tower: to_device(rows, device) for tower, rows in inputs.items()}, pairs
 
-    def _passes(self, inputs: dict[str, Tensor]) -> tuple[float, float, int]:
-        """Seconds of the first pass over a micro-batch and of the rest of a step; graph's bytes."""
+    def _pass(self, inputs: dict[str, Tensor]) -> tuple[float, int]:
+        """Seconds of a forward and backward pass over a micro-batch, and bytes of the graph."""
         device, locked = self._step.device, self._step.locked
-        start = _seconds(device)
-        with torch.no_grad(), self._autocast():
-            self._trained(inputs)
-        middle = _seconds(device)
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
         with self._autocast():
             if locked is not None:
                 with torch.no_grad():
                     self._encode({locked: inputs[locked]})
             before = torch.cuda.memory_allocated(device)
-            outputs = self._trained(inputs)
+            outputs = self._encode({t: part for t, part in inputs.items() if t != locked})
             graph = torch.cuda.memory_allocated(device) - before
             trained = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
-        return middle - start, _seconds(device) - middle, graph
-
-    def _trained(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        return self._encode({t: part for t, part in inputs.items() if t != self._step.locked})
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - start, graph
 
     def _encode(self, inputs: dict[str, Tensor]) -> list[Tensor]:
         outputs = self._step.module(inputs.get("image"), inputs.get("text"))
@@ -396,12 +350,6 @@ class Trials:
 def _usable(device: torch.device) -> float:
     """Bytes that tensors can have in total on a GPU."""
     return _USABLE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-
-
-def _seconds(device: torch.device) -> float:
-    """The time when all work launched so far is done."""
-    torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from megabatch.config.settings import TrainConfig, activation_bytes, tracker_nam
 from megabatch.data import Batch
 from megabatch.data.late import DecodingStopped
 from megabatch.errors import OutOfMemory, UsageError, one_line, plural
-from megabatch.hints import is_reference
 from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
 from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
@@ -30,7 +29,7 @@ from megabatch.training import checkpoint
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.evaluating import evaluate, figures, keep_best
 from megabatch.training.interrupt import exit_code, signals_recorded
-from megabatch.training.log import Display, Meter, duration, memory_bytes
+from megabatch.training.log import Meter, Progress, duration, memory_bytes
 from megabatch.training.run_folder import own_folder
 from megabatch.training.setup import Setup, data_for_plan, prepare
 from megabatch.training.trackers import Trackers
@@ -171,17 +170,17 @@ class Run:
     def train(self) -> int:
         """Do the remaining steps and save a checkpoint; returns the signal that ended it, or 0."""
         self._announce()
-        display = Display(self.console, self.trainer.total_steps, self.trainer.step)
         if self.world.main:
             self.trackers.start(self.config, self.trainer.step, self.console.print)
-        with signals_recorded(announce=self.world.main) as signals, display:
-            received = self._steps(signals, display)
+        with signals_recorded(announce=self.world.main) as signals:
+            received = self._steps(signals)
             self._save()
             # A signal during the last step or its checkpoint: there may be an evaluation to do.
             return received or max(self.world.gather(signals[0] if signals else 0))
 
-    def _steps(self, signals: list[int], display: Display) -> int:
+    def _steps(self, signals: list[int]) -> int:
         trainer, config = self.trainer, self.config
+        progress = Progress(self.console, trainer.total_steps, trainer.step)
         self.meter.mark()
         batches, since = self._batches(), trainer.step
         while trainer.step < trainer.total_steps:
@@ -200,7 +199,7 @@ class Run:
                 since = trainer.step
                 record = self._record(values | trainer.scale_values(), self.meter.lap(pairs))
                 self.trackers.step(record)
-                display.update(trainer.step, record)
+                progress.update(trainer.step, record)
             self.meter.mark()
             # Before the checkpoint: if the process is killed, the resumed run evaluates again. The
             # last step's evaluation and checkpoint follow.
@@ -288,7 +287,7 @@ class Run:
                 f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
             )
         if not config.evaluate:
-            self.console.print(f"next:    {next_command(config)}")
+            self.console.print(f"report:  megabatch report {quote(str(self.folder))}")
         elif (evaluation := self._evaluate(self.folder)) and self.world.main:
             from megabatch.evaluation.table import print_evaluation
 
@@ -389,13 +388,3 @@ class Run:
             self.console.print(f"  {line}")
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")
-
-
-def next_command(config: TrainConfig) -> str:
-    """The command that shows what a run has learnt, as far as its data allow.
-
-    An evaluation needs held-out pairs, which only the glyphs come with.
-    """
-    command = "eval" if config.train_data == "glyphs" else "report"
-    trust = " --trust" if command == "eval" and is_reference(config.model) else ""
-    return f"megabatch {command} {quote(str(config.output))}{trust}"

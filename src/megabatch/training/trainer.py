@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megabatch.config.objective import Objective, create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
 from megabatch.models.layers import Tower, locked_towers, set_modes
@@ -113,14 +113,16 @@ class Trainer:
         Raises:
             UsageError: a parameter gets no gradient, for which DDP would wait.
             TrainingStopped: the loss or the gradient is not finite; no weight has changed.
-            OutOfMemory: memory runs out, and the step cannot be repeated with less.
+            OutOfMemory: memory runs out; the message says what takes less.
         """
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
-        with self._compilable():
+        with self._explained():
             if self.division.measures and self.division.before_step(self._trials(batch)):
                 self._step = self._divided()
-            loss, norm = self._gradients_in_memory(batch)
+            _seed_everything(self.config.seed, self.step, self.world.rank)
+            self._step.keep(self.division.kept)
+            loss, norm = self._gradients(batch)
         if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
             self.optimizer.zero_grad(set_to_none=True)
             raise TrainingStopped(
@@ -141,9 +143,8 @@ class Trainer:
         if self.ema is not None and math.isfinite(norm):
             self.ema.update(self.step)
         if self.division.measures:
-            before = self._step.memory.peak_before_second_pass
             longer = self._step.longer_texts(batch)
-            if self.division.after_step(self._trials(batch), before, longer):
+            if self.division.after_step(self._trials(batch), longer):
                 self._step = self._divided()
         return _finite({"loss": loss, "lr": lr, "grad_norm": norm})
 
@@ -224,25 +225,16 @@ class Trainer:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
 
-    def _gradients_in_memory(self, batch: Batch) -> tuple[float, float]:
-        """As `_gradients`, repeated with fewer activations kept if memory runs out."""
-        while True:
-            _seed_everything(self.config.seed, self.step, self.world.rank)
-            self._step.keep(self.division.kept)
-            try:
-                return self._gradients(batch)
-            except torch.OutOfMemoryError as error:
-                self.division.keep_fewer(error)
-            # Here, as the exception would keep tensors of the failed step alive.
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
     @contextlib.contextmanager
-    def _compilable(self) -> Iterator[None]:
-        """Name the option if a backward pass cannot be compiled; forward passes run without."""
+    def _explained(self) -> Iterator[None]:
+        """Say what helps if memory runs out or a backward pass cannot be compiled.
+
+        Forward passes that cannot run uncompiled.
+        """
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"rank {self.world.rank}: {self.division.less_memory()}") from error
         except RuntimeError as error:
             if not is_compile_error(error):
                 raise

@@ -11,7 +11,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megabatch.config.settings import TrainConfig, resolve_device
-from megabatch.errors import UsageError, one_line, plural
+from megabatch.errors import UsageError, one_line
 from megabatch.ranks import (
     Gone,
     all_gather_values,
@@ -31,11 +31,6 @@ from megabatch.ranks import (
 )
 
 T = TypeVar("T")
-
-_MASTER = (
-    "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) "
-    "MASTER_PORT=29500"
-)
 
 
 @dataclass(frozen=True)
@@ -127,26 +122,21 @@ def joined(config: TrainConfig) -> Iterator[World]:
         UsageError: the environment or the device is not usable, or the other ranks do not come.
     """
     rank, size, local_rank = place(os.environ)
-    device = torch.device("cpu")
-    if size == 1:
-        # For an invalid name the CPU: `problems` reports it with all others.
-        with suppress(ValueError):
+    try:
+        if size == 1:
             device = resolve_device(config.device)
+        elif config.device in ("auto", "cuda") and torch.cuda.is_available():
+            # The launcher may make one device visible to each process.
+            local = local_rank if torch.cuda.device_count() > 1 else 0
+            device = resolve_device(f"cuda:{local}")
+            torch.cuda.set_device(device)
+        elif (device := resolve_device(config.device)).type == "cuda":
+            raise ValueError(f"{config.device}: of several processes each takes its own: cuda")
+    except ValueError as error:
+        raise UsageError(f"--device {error}") from error
+    if size == 1:
         yield World(device)
         return
-    try:
-        device = _device_of(config.device, local_rank)
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise UsageError(
-                f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
-                f"first: {_MASTER}"
-            )
-    except UsageError:
-        if rank == 0:
-            raise
-        raise SystemExit(2) from None
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     world = World(device, rank, size)
     try:
         dist.init_process_group(
@@ -157,8 +147,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
         )
     except (RuntimeError, ValueError) as error:
         raise Gone(
-            f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']}: {one_line(error, 400)}"
+            f"rank {rank} of {size} cannot join the others: {one_line(error, 400)}"
         ) from error
     yield world
     leave()  # not after an error: it would wait for ranks that may be gone
@@ -181,7 +170,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
     """Rank, world size and local rank, as torchrun sets them, or else Slurm's srun.
 
     Raises:
-        UsageError: the variables are incomplete or contradict each other.
+        UsageError: the variables are incomplete.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "WORLD_SIZE" not in environ:
@@ -195,8 +184,6 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
         raise UsageError(
             f"environment: {', '.join(names)} must be whole numbers: {error}"
         ) from None
-    if not (0 <= rank < size and local_rank >= 0):
-        raise UsageError(f"environment: {names[0]} is {rank}, {names[1]} {size}")
     return rank, size, local_rank
 
 
@@ -204,24 +191,3 @@ def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
     """`megabatch train` with these options, and in how many processes it was started."""
     command, size = shlex.join(["megabatch", "train", *options]), place(environ)[1]
     return command if size == 1 else f"{command} (in {size} processes, started as before)"
-
-
-def _device_of(name: str, local_rank: int) -> torch.device:
-    try:
-        device = resolve_device(name)
-    except ValueError as error:
-        raise UsageError(f"--device {error}") from error
-    if device.type != "cuda":
-        return device
-    if device.index is not None:
-        raise UsageError(
-            f"--device {name}: with several processes each takes its own: cuda or auto"
-        )
-    count = torch.cuda.device_count()
-    if count == 1:  # the launcher makes one device visible to each process
-        return torch.device("cuda", 0)
-    if local_rank >= count:
-        raise UsageError(
-            f"--device: process {local_rank} of this machine, which has {plural(count, 'GPU')}"
-        )
-    return torch.device("cuda", local_rank)
