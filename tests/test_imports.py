@@ -18,14 +18,14 @@ ROOT = Path(__file__).parents[1]
 
 SMALL = "--steps 1 --global-batch-size 2 --micro-batch-size 2 --device cpu --plan off --output new"
 TRAIN = f"train --model glyph-small --train-data pairs.csv {SMALL}"
-WATCHED = f"{TRAIN} --report-to tensorboard,wandb,mlflow"
+WATCHED = f"{TRAIN} --report-to tensorboard wandb mlflow"
 BENCH = "bench loss --batch-size 8 --width 8 --contenders megabatch --device cpu"
 
 #: By command, the libraries that it cannot do without.
 NEEDS = {
     TRAIN: "numpy PIL psutil pyarrow rich safetensors tensorboard webdataset",
     f"train --model glyph-small --train-data glyphs {SMALL}": "matplotlib",
-    f"{TRAIN} --evaluate --val-data pairs.csv": "torchvision",
+    f"{TRAIN} --val-data pairs.csv": "torchvision",
     f"{TRAIN} --opt lamb": "timm",
     WATCHED: "alembic mlflow sqlalchemy wandb",
     f"train --model ViT-B-32 --train-data pairs.csv {SMALL}": "open_clip",

@@ -41,8 +41,7 @@ def test_every_page_has_an_entry_in_the_table_of_contents() -> None:
 
 def test_commands_on_the_page_exist() -> None:
     shown = "\n".join(blocks("docs/commands.md", "bash"))
-    words = set(re.findall(r"^megabatch (\w+)", shown, flags=re.M))
-    assert words == set(COMMANDS)
+    assert all(re.search(rf"^megabatch {name} ", shown, flags=re.M) for name in COMMANDS)
 
 
 def _figures(text: str) -> set[str]:

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
 from megabatch import torch_internals
-from megabatch.torch_internals import InternalsError, private
 
 SOURCES = Path(megabatch.__file__).parent
 #: Attributes that begin with an underscore and belong to this project, or to Python itself.
@@ -231,13 +230,6 @@ def test_every_private_name_is_checked() -> None:
     assert {*written} - modules == {*CHECKS} | {*BY_BEHAVIOUR}
     for file, _, test in (place.partition("::") for place in BY_BEHAVIOUR.values()):
         assert f"\ndef {test}(" in (Path(__file__).parent / file).read_text()
-
-
-@pytest.mark.parametrize("path", ["torch.cuda:_gone", "torch._gone:name"])
-def test_a_name_that_torch_lacks_is_told(path: str) -> None:
-    name = path.replace(":", ".")
-    with pytest.raises(InternalsError, match=rf"has no {name}, which megabatch needs; use"):
-        private(path)
 
 
 def private_names(path: Path) -> list[str]:

@@ -15,7 +15,7 @@ from open_clip_train.train import train_one_epoch
 from torch import Tensor
 
 from machinery.definitions import captions, tokenized
-from megabatch.config.problems import wrong_types
+from megabatch.config.problems import problems
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.data.collect import Memory
@@ -72,8 +72,8 @@ class Megabatch:
         config = TrainConfig(
             model=model, global_batch_size=size, lr=LR, warmup=0, **{**own, **settings}
         )
-        if problems := wrong_types(config):
-            raise SystemExit(f"--set: {problems}")
+        if reasons := problems(config):
+            raise SystemExit(f"--set: {reasons}")
         torch.manual_seed(0)
         towers = create(model)
         self.towers = towers

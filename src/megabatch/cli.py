@@ -1,34 +1,34 @@
-"""The `megabatch` program: imports the module of the command that the first word names."""
+"""The `megabatch` program: imports the module of the command that its first words name."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import io
 import os
+import pkgutil
 import sys
 
 from megabatch import __version__
-from megabatch.errors import UsageError, did_you_mean, printable
+from megabatch.errors import UsageError, did_you_mean
 from megabatch.imports import named_extras
 
+#: The function of each command, and a summary.
 COMMANDS = {
-    "train": ("megabatch.training.command", "train two towers on pairs"),
-    "eval": ("megabatch.evaluation.command", "evaluate a run or any open_clip model"),
+    "train": ("megabatch.training.command:main", "train two towers on pairs"),
+    "eval": ("megabatch.evaluation.command:main", "evaluate a run or any open_clip model"),
     "report": (
-        "megabatch.evaluation.report.command",
-        "write the report of a run, or compare several",
+        "megabatch.evaluation.report.command:main",
+        "write a run's report, or compare runs",
     ),
-    "export": ("megabatch.export.command", "write a run's model for OpenCLIP and other libraries"),
-    "data": ("megabatch.data.command", "write the glyphs as shards, inspect a data set"),
-    "models": ("megabatch.models.command", "list the models that can be trained"),
-    "plan": ("megabatch.training.plan_command", "estimate the memory that a run needs"),
-    "bench": ("megabatch.benchmarking.bench", "compare megabatch with its peers"),
+    "export": ("megabatch.export.command:main", "write a run's model for other libraries"),
+    "data glyphs": ("megabatch.data.command:glyphs", "write the built-in glyphs as shards"),
+    "data inspect": ("megabatch.data.command:inspect", "read samples of a data set"),
+    "models": ("megabatch.models.command:main", "list the models that can be trained"),
+    "plan": ("megabatch.training.plan_command:main", "estimate memory and time of a step"),
+    "bench loss": ("megabatch.benchmarking.bench:main", "compare megabatch with its peers"),
 }
 
 USAGE = "usage: megabatch COMMAND [OPTIONS]   (megabatch COMMAND --help lists the options)\n\n" + (
-    "\n".join(f"  {name:<8}{summary}" for name, (_, summary) in COMMANDS.items())
-    + "\n\n  --version  the versions of megabatch, torch, Triton and CUDA"
+    "\n".join(f"  {name:<14}{summary}" for name, (_, summary) in COMMANDS.items())
+    + "\n\n  --version  the versions of megabatch, torch and CUDA"
 )
 
 
@@ -46,18 +46,16 @@ def main(argv: list[str] | None = None) -> int:
     if words[0] in ("-V", "--version"):
         print(_versions())
         return 0
-    for word in words:
-        if (shown := printable(word)) != word:
-            return _complain(f"'{shown}': expected text in UTF-8")
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal lacks: escapes, as on stderr
-        sys.stdout.reconfigure(errors="backslashreplace")
-    command, options = words[0], words[1:]
+    first, two = words[0], " ".join(words[:2])
+    command = two if two in COMMANDS else first
     if command not in COMMANDS:
-        hint = did_you_mean(command, COMMANDS) or f"; expected one of {', '.join(COMMANDS)}"
-        return _complain(f"unknown command {command!r}{hint}")
+        hint = did_you_mean(two, COMMANDS) or did_you_mean(first, COMMANDS)
+        expected = f"; expected {', '.join(COMMANDS)}"
+        return _complain(f"unknown command {first!r}{hint or expected}")
     try:
-        with named_extras("bench" if command == "bench" else "train"):
-            return int(importlib.import_module(COMMANDS[command][0]).main(options))
+        with named_extras("bench" if first == "bench" else "train"):
+            run = pkgutil.resolve_name(COMMANDS[command][0])
+            return int(run(words[len(command.split()) :]))
     except UsageError as error:
         return _complain(str(error), command, error.exit_code)
     except SystemExit as leaving:  # from the parser, after --help or an error that it printed
@@ -72,13 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 def _versions() -> str:
     import torch
 
-    kernels = "no Triton"
-    with contextlib.suppress(ImportError):  # it exists for Linux only
-        import triton
-
-        kernels = f"Triton {triton.__version__}"
     cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    return f"megabatch {__version__} (torch {torch.__version__}, {kernels}, {cuda})"
+    return f"megabatch {__version__} (torch {torch.__version__}, {cuda})"
 
 
 def _complain(message: str, command: str = "", code: int = 2) -> int:

@@ -76,8 +76,6 @@ def new_folder(output: Path) -> Iterator[Path]:
 
 def folder_problem(folder: Path) -> str:
     """The reason why files cannot be written to a folder, which may not exist yet; "" if none."""
-    if "\0" in str(folder):
-        return "no file can have such a name"
     existing = folder
     try:
         existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())

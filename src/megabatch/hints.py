@@ -1,11 +1,10 @@
-"""Settings declared as fields of dataclasses: types, ranges, parsing and descriptions.
+"""Settings declared as fields of dataclasses: their types, ranges and names.
 
 The annotation of a field has all of it: `lr: Annotated[float, Interval(above=0)] = 1e-3`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import re
@@ -18,65 +17,53 @@ from megabatch.errors import did_you_mean
 
 Mark = TypeVar("Mark")
 
-_REFERENCE = re.compile(r"(?!hf:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_BINARY = {"k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-
-
-class Reference(str):
-    """The type of a setting that names a Python object, as `module:name`. Values are plain str."""
-
 
 _WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "a text",
-    Reference: "module:name",
+    Path: "a path",
 }
 
 
 def is_reference(value: object) -> bool:
     """Whether a value has the form `module:name`; `hf:FOLDER` names a folder."""
-    return isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
+    pattern = r"(?!hf:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
 @dataclass(frozen=True)
 class Interval:
     """The valid range of a number, or of each number in a list; never infinity or NaN."""
 
-    above: float | None = None
-    at_least: float | None = None
-    at_most: float | None = None
-    below: float | None = None
+    above: float = -math.inf
+    at_least: float = -math.inf
+    at_most: float = math.inf
+    below: float = math.inf
 
-    def __contains__(self, value: Any) -> bool:
-        if isinstance(value, tuple):
-            return all(number in self for number in value)
-        return (
-            math.isfinite(value)
-            and (self.above is None or value > self.above)
-            and (self.at_least is None or value >= self.at_least)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
+    def __contains__(self, value: float) -> bool:
+        return self.above < value < self.below and self.at_least <= value <= self.at_most
 
     def __str__(self) -> str:
-        bounds = [
-            f"{name.replace('_', ' ')} {bound:,}"
-            for name, bound in vars(self).items()
-            if bound is not None
-        ]
-        if not bounds:
-            return "a finite number"
-        return ("" if self.above is None else "a number ") + " and ".join(bounds)
+        bounds = {name: bound for name, bound in vars(self).items() if math.isfinite(bound)}
+        texts = [f"{name.replace('_', ' ')} {bound:,}" for name, bound in bounds.items()]
+        start = "a number " if math.isfinite(self.above) else ""
+        return start + " and ".join(texts) or "a finite number"
 
 
 @dataclass(frozen=True)
-class Details:
-    """Computed help, which follows the field's docstring."""
+class Form:
+    """The form of a text: a regular expression, and words for "expected"."""
 
-    text: str
+    pattern: str
+    words: str
+
+    def __contains__(self, value: str) -> bool:
+        return re.fullmatch(self.pattern, value) is not None
+
+    def __str__(self) -> str:
+        return self.words
 
 
 @dataclass(frozen=True)
@@ -95,7 +82,7 @@ class Setting:
         many: the value is a tuple, and each item is one of the kinds.
         optional: the value may be None.
         default: `dataclasses.MISSING` if there is none.
-        marks: the other arguments of `Annotated`, such as an `Interval`.
+        marks: the other arguments of `Annotated`: an `Interval`, or a text for the help.
     """
 
     name: str
@@ -109,64 +96,38 @@ class Setting:
         """The mark of this class, if there is one."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
-    def accepts(self, value: Any) -> bool:
-        """Whether a value has the type. An int is a valid float, a bool is not a number."""
-        if value is None:
-            return self.optional
-        if self.many != isinstance(value, tuple):
-            return False
-        return all(any(_is(kind, one) for kind in self.kinds) for one in _items(value))
-
-    def expected(self, value: Any) -> str:
-        """The valid range as a text if a value of the right type lies outside of it, else ""."""
-        interval = self.mark(Interval)
-        if interval is None or value is None or isinstance(value, str):  # a word, such as "auto"
-            return ""
-        return "" if value in interval else str(interval)
-
-    def wanted(self, value: object) -> str:
-        """The type, for "expected ...", with the word that a value of another type is like."""
-        words = [repr(k) if isinstance(k, str) else _WORDS.get(k, "a path") for k in self.kinds]
-        each = "a list, each " if self.many else ""
-        return each + " or ".join(words) + did_you_mean(str(value), self.words)
-
     @property
     def words(self) -> list[str]:
         """The values that are words of their own."""
         return [kind for kind in self.kinds if isinstance(kind, str)]
 
-    @property
-    def placeholder(self) -> str:
-        """The value's placeholder in a command's help."""
-        first = self.kinds[0]
-        if isinstance(first, str):
-            return "{" + ",".join(self.words) + "}"
-        return {int: "N", float: "X", Path: "PATH"}.get(first, "TEXT")
+    def problem(self, value: object) -> str:
+        """The type or range that was expected, for "expected ...", if a value has not; else ""."""
+        if value is None and self.optional:
+            return ""
+        if self.many != isinstance(value, tuple):
+            return self._expected(value)
+        interval, form = self.mark(Interval), self.mark(Form)
+        for item in value if isinstance(value, tuple) else (value,):
+            if not any(_is(kind, item) for kind in self.kinds):
+                return self._expected(item)
+            limit = form if isinstance(item, str) else interval
+            if limit is not None and item not in limit:
+                return str(limit)
+        return ""
 
-    def parse(self, words: str | list[str] | bool) -> Any:
-        """The value that the words after an option mean; "None" is None if that is allowed.
+    def _expected(self, value: object) -> str:
+        kinds = " or ".join(_WORDS.get(kind, repr(kind)) for kind in self.kinds)
+        return "a list, each " * self.many + kinds + did_you_mean(str(value), self.words)
 
-        Raises:
-            ValueError: they mean none; the message says what was expected.
-        """
-        if isinstance(words, bool):
-            return words
-        values = tuple(map(self._parsed, words if isinstance(words, list) else [words]))
-        value = values if self.many else values[0]
-        if expected := self.expected(value):
-            raise ValueError(expected)
-        return value
 
-    def _parsed(self, word: str) -> Any:
-        if self.optional and word in ("None", "none"):
-            return None
-        for kind in self.kinds:
-            with contextlib.suppress(ValueError):
-                value = kind(word) if kind in (int, float, Path) else word
-                # An empty variable is no path: Path("") is the working directory.
-                if _is(kind, value) and (word or kind is not Path):
-                    return value
-        raise ValueError(self.wanted(word))
+def _is(kind: Any, value: object) -> bool:
+    """Whether a value is of a kind. An int is a valid float, a bool is not a number."""
+    if isinstance(kind, str):
+        return value == kind
+    return isinstance(value, (int, float) if kind is float else kind) and (
+        kind is bool or not isinstance(value, bool)
+    )
 
 
 @functools.cache
@@ -177,30 +138,16 @@ def settings_of(cls: type) -> dict[str, Setting]:
     for one in fields(cls):
         hint = hints[one.name]
         plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        default = one.default if one.default_factory is MISSING else one.default_factory()
-        alternatives = get_args(plain) if is_union(plain) else (plain,)
-        parts = [part for part in alternatives if part is not types.NoneType]
-        many = get_origin(parts[0]) is tuple  # tuple[item, ...]
-        if many:
+        union = get_origin(plain) in (Union, types.UnionType)
+        parts = [*(get_args(plain) if union else (plain,))]
+        if optional := types.NoneType in parts:
+            parts.remove(types.NoneType)
+        if many := get_origin(parts[0]) is tuple:  # tuple[item, ...]
             parts = [get_args(parts[0])[0]]
         kinds = [k for p in parts for k in (get_args(p) if get_origin(p) is Literal else (p,))]
-        optional = len(alternatives) > len(parts)
+        default = one.default if one.default_factory is MISSING else one.default_factory()
         found[one.name] = Setting(one.name, tuple(kinds), many, optional, default, tuple(marks))
     return found
-
-
-def _is(kind: Any, value: Any) -> bool:
-    if isinstance(kind, str):
-        return bool(value == kind)
-    if isinstance(value, bool):
-        return kind is bool
-    if kind is Reference:
-        return is_reference(value)
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def _items(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
 
 
 def option(name: str) -> str:
@@ -208,32 +155,29 @@ def option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def with_value(name: str, value: Any) -> str:
-    """A setting with its value as an option: `--workers 4`, `--no-evaluate`."""
+def with_value(name: str, value: object) -> str:
+    """A setting with its value as an option: `--workers 4`, `--no-trim-texts`."""
     if isinstance(value, bool):
         return option(name) if value else option(f"no_{name}")
     return f"{option(name)} {shown(value)}"
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as it is typed."""
-    return " ".join(map(str, _items(value)))
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def is_union(hint: Any) -> bool:
-    """Whether it is `X | Y` or Optional."""
-    return get_origin(hint) in (Union, types.UnionType)
+#: Sizes that `parse_bytes` reads.
+SIZE = r"(\d+(?:\.\d+)?)([KMGT]?)(?:iB)?"
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size: "80GiB", "80 GB", "80g" (binary) or a plain number of bytes.
+    """Parse a size such as "80GiB" or "80G", or a plain number of bytes.
 
     Raises:
-        ValueError: the text is none of these.
+        ValueError: the text is neither.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text.lower())
+    match = re.fullmatch(SIZE, text)
     if match is None:
         raise ValueError(f"expected a size such as 80GiB, got {text!r}")
-    number, unit, suffix = match.groups()
-    decimal = suffix == "b" or not unit
-    return int(float(number) * (_UNITS[unit] if decimal else _BINARY[unit]))
+    return int(float(match[1]) * 1024 ** " KMGT".find(match[2]))

@@ -149,24 +149,19 @@ def on_all_ranks(work: Callable[[], T], group: object) -> T:
 
 
 def raise_on_all_ranks(error: UsageError | None, group: object) -> None:
-    """Return on all ranks, or raise on all if any has an error.
+    """Return on all ranks, or raise on all the error of the first rank that has one.
 
     Raises:
-        UsageError: with every rank's error and the first one's exit code; rank 0's own one if there
-            is no other.
+        UsageError: with that error's exit code; its message names the rank, unless it is 0.
     """
-    code = error.exit_code if error else 0
-    codes, texts = zip(*all_gather_values((code, str(error or "")), group), strict=True)
-    if not any(codes):
+    told = all_gather_values(error and (error.exit_code, str(error)), group)
+    rank = next((rank for rank, one in enumerate(told) if one is not None), None)
+    if rank is None:
         return
-    if set(texts) <= {texts[0], ""}:
-        told = texts[0]
-    else:
-        told = "; ".join(f"{who}: {text}" for text, who in ranks_by_value(texts).items() if text)
-    if error is not None and is_first(group) and told == str(error):
+    if error is not None and rank == 0 and is_first(group):
         raise error
-    common = UsageError(told)
-    common.exit_code = next(filter(None, codes))
+    common = UsageError(told[rank][1] if rank == 0 else f"rank {rank}: {told[rank][1]}")
+    common.exit_code = told[rank][0]
     raise common
 
 

@@ -22,24 +22,8 @@ from torch import Tensor, nn
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class InternalsError(RuntimeError):
-    """This release of torch lacks a private name that megabatch uses."""
-
-
-@cache  # needed at each call
-def private(path: str) -> Any:
-    """The object at `module:name`.
-
-    Raises:
-        InternalsError: this torch lacks it.
-    """
-    try:
-        return pkgutil.resolve_name(path)
-    except (ModuleNotFoundError, AttributeError):
-        raise InternalsError(
-            f"torch {torch.__version__} has no {path.replace(':', '.')}, which megabatch needs; "
-            "use a version that it was tested with"
-        ) from None
+#: The object at `module:name`; needed at each call.
+private: Callable[[str], Any] = cache(pkgutil.resolve_name)
 
 
 def _function(path: str) -> Any:

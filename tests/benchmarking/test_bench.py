@@ -49,7 +49,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *bad: Record) -> list[tuple[str, int
 
 def test_measures_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "r.json"
-    words = ["loss", "--batch-size", "64", "--contenders", "megabatch", *TINY[:3], "--rounds=1"]
+    words = ["--batch-size", "64", "--contenders", "megabatch", *TINY[:3], "--rounds=1"]
     assert bench.main([*words, "--output", str(output)]) == 0
     shown, progress = capsys.readouterr()
     assert "clip loss, forward + backward, d = 8, float32" in shown
@@ -68,7 +68,7 @@ def test_contenders_take_turns_and_a_failed_one_is_not_tried_again(
 ) -> None:
     gone = replace(OK, contender="megabatch", status="out of memory", note="9 bytes", ms=None)
     seen = answer(monkeypatch, gone)
-    assert bench.main(["loss", "--batch-size", "100", "200", *TINY]) == 0
+    assert bench.main(["--batch-size", "100", "200", *TINY]) == 0
     one = [("megabatch", 100), ("dense", 100), ("openclip", 100)]
     assert seen[:5] == [*one, *one[1:]]
     assert seen[5:8] == [(name, 200) for name, _ in one]
@@ -82,7 +82,7 @@ def test_contenders_take_turns_and_a_failed_one_is_not_tried_again(
 )
 def test_exit_code(status: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, replace(OK, status=status))
-    assert bench.main(["loss", "--contenders", "dense", *TINY]) == code
+    assert bench.main(["--contenders", "dense", *TINY]) == code
 
 
 def test_records_of_the_sizes_done_survive_an_interrupt(
@@ -95,7 +95,7 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
 
     monkeypatch.setattr(bench, "in_process", start)
     output = tmp_path / "r.json"
-    words = ["loss", "--batch-size", "64", "128", "--contenders", "dense"]
+    words = ["--batch-size", "64", "128", "--contenders", "dense"]
     with pytest.raises(KeyboardInterrupt):
         bench.main([*words, "--output", str(output), *TINY])
     assert [r["b"] for r in json.loads(output.read_text())["records"]] == [64]

@@ -81,7 +81,7 @@ def test_nothing_usable_is_a_failure(tmp_path: Path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "nowhere"], "megabatch data: nothing matches nowhere"),
+        (["inspect", "nowhere"], "megabatch data inspect: nothing matches nowhere"),
         (["inspect", "glyphs", "--limit", "-1"], "--limit -1: expected at least 0"),
         (["glyphs", "--output", "x", "--samples-per-shard", "0"], "expected at least 1"),
     ],

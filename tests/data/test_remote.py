@@ -177,11 +177,11 @@ def test_a_command_comes_from_the_command_line_alone(tmp_path: Path, name: str) 
     command = f"a.tar::pipe:touch {tmp_path}/evil"
     save_config(TrainConfig(model="glyph-small", **{name: command}), path)
     assert "--config THIS_FILE --trust" in path.read_text()
-    told = rf"own\.toml: {name} = 'a\.tar::pipe:touch .*' would run a command, for which only"
+    told = rf"own\.toml: {name} = 'a\.tar::pipe:touch .*' would run code, for which only"
     with pytest.raises(UsageError, match=told):
         load_config(path)
     with pytest.raises(UsageError, match=told):
         parse(["--config", str(path)])
     for trusted in (["--trust"], [option, command]):
-        assert getattr(parse(["--config", str(path), *trusted])[0], name) == command
+        assert getattr(parse(["--config", str(path), *trusted]), name) == command
     assert not (tmp_path / "evil").exists()

@@ -447,7 +447,7 @@ def test_a_run_s_page_and_a_comparison_are_written(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "RUN: needed, but not given"),
+        ([], "the following arguments are required: RUN"),
         (["a", "b"], "--output: needed to compare several runs"),
         (["missing"], "missing is not a folder"),
         (["a", "--output", "empty"], "--output empty: is a folder"),

@@ -205,7 +205,7 @@ def test_a_run_is_evaluated_on_the_pairs_that_it_was_validated_on(run: Path, csv
     (run / "config.toml").write_text(config)
     assert evaluate_run(run)["retrieval"]["pairs"]["title"] == str(csv)
     (run / "config.toml").write_text(config.replace(str(csv), "pipe:cat x.tar"))
-    with pytest.raises(UsageError, match=r"val_data = 'pipe:cat x.tar' would run a command"):
+    with pytest.raises(UsageError, match=r"val_data = 'pipe:cat x.tar' would run code"):
         evaluate_run(run)
 
 

@@ -122,7 +122,7 @@ def test_the_command_says_how_to_load_the_folder(
     assert second.startswith("note: the folder has the encoder alone")
     for wrong, words in (
         (["--to", "onnx"], "expected 'openclip' or 'huggingface' or 'sentence-transformers'"),
-        ([], "--to: needed, but not given"),
+        ([], "the following arguments are required: --to"),
     ):
         assert main([*asked, *wrong]) == 2
         assert words in capsys.readouterr().err

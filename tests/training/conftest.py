@@ -65,7 +65,7 @@ def short(pictures: Path, output: Path | str, **changes: Any) -> TrainConfig:
         precision="fp32",
         device="cpu",
         checkpoint_every=3,
-        report_to="",  # a run that is continued waits for TensorBoard's clock
+        report_to=(),  # a run that is continued waits for TensorBoard's clock
     )
     return replace(config, **changes)
 
@@ -80,7 +80,7 @@ def make_config(pictures: Path) -> MakeConfig:
 def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainConfig:
     """A run of 12 steps that nothing disturbed."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
-    config = short(pictures, folder, report_to="tensorboard")
+    config = short(pictures, folder, report_to=("tensorboard",))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     assert train(config) == 0

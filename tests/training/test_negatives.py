@@ -56,7 +56,6 @@ def config_of(folder: Path, output: Path, **changes: Any) -> TrainConfig:
         plan="off",
         loss="infonce",
         hard_negatives=2,
-        evaluate=False,
     )
     return replace(config, **changes)
 

@@ -166,10 +166,9 @@ WSD = {"lr_scheduler": "wsd", "lr_cooldown": 4, "warmup": 0}
         ({"lr": 3.0, "warmup": 3}, [1, 2, 3]),  # all warm-up
         # Half a cosine from the peak towards zero, which the step after the last would have.
         ({"lr": 4.0, "warmup": 0}, [4, 2 + 2 * ROOT, 2, 2 - 2 * ROOT]),
-        # OpenCLIP: the step after the last has the end.
-        ({"lr": 5.0, **WSD, "warmup": 2, "lr_cooldown_end": 1.0}, [2.5, 5, 5, 5, 5, 5, 5, 4, 3, 2]),
+        # OpenCLIP: the step after the last has zero.
+        ({"lr": 4.0, **WSD, "warmup": 2}, [2, 4, 4, 4, 4, 4, 4, 3, 2, 1]),
         ({**WSD, "lr_scheduler": "const-cooldown"}, [1, 1, 1, 0.75, 0.5, 0.25]),
-        ({**WSD, "lr_cooldown_power": 2.0}, [1, 1, 1, 9 / 16, 1 / 4, 1 / 16]),
     ],
 )
 def test_learning_rates_of_all_steps(changes: dict[str, Any], rates: list[float]) -> None:

@@ -98,21 +98,12 @@ def test_a_plan_says_that_the_memory_of_the_loss_is_unknown(mine: Path, command:
     assert part["nbytes"] == {"loss": 64 * 64 * 2 * 2}  # bfloat16, of images and texts
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("return image.sum().detach()", "mine:Loss: expected to return a tensor with a gradient"),
-        ("return image @ text", "mine:Loss: RuntimeError: "),
-        ("return 3", "mine:Loss: expected to return a tensor of shape (), got 3 (int)"),
-    ],
-)
-def test_a_loss_that_cannot_be_trained_with_is_refused_before_anything_is_written(
-    write: WriteModule, command: Command, tmp_path: Path, source: str, message: str
+def test_a_loss_that_cannot_be_trained_with_stops_the_first_step(
+    write: WriteModule, command: Command
 ) -> None:
-    write("mine", f"class Loss:\n    def __call__(self, image, text):\n        {source}\n")
-    code, out = command("train", "--model", "glyph-small", "--loss", "mine:Loss")
-    assert (code, message in out) == (2, True), out
-    assert not (tmp_path / "run").exists()
+    write("mine", "def Loss():\n    return lambda image, text: (image * text).sum().detach()\n")
+    with pytest.raises(ValueError, match="loss"):
+        command("train", "--model", "glyph-small", "--loss", "mine:Loss")
 
 
 def test_a_scale_that_the_loss_does_not_take_is_not_trained(
@@ -129,16 +120,16 @@ def test_a_scale_that_the_loss_does_not_take_is_not_trained(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--loss", "mine:"], "--loss mine:: expected 'clip' or 'siglip'"),
-        (["--loss", "bogus"], "or 'dcl' or module:name"),
+        (["--loss", "mine:"], "--loss mine:: expected clip, siglip"),
+        (["--loss", "bogus"], "dcl or module:Class"),
         (["--loss", "mine:FocalClip"], "got no such name; did you mean FocalClipLoss?"),
         (["--model", "mine:tower"], "got no such name; did you mean towers?"),
         (["--model", "mine:tokenize"], "it needs texts; expected parameters with a default, or op"),
         (
             ["--duplicates", "positives"],
-            "--duplicates positives: expected without it, as a loss of your own gets ids",
+            "--duplicates positives: expected negatives with --loss mine:FocalClipLoss",
         ),
-        (["--label-smoothing", "0.1"], "does not use it; expected --loss clip"),
+        (["--label-smoothing", "0.1"], "expected with --loss clip, got --loss mine:FocalClipLoss"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -163,8 +154,8 @@ def test_a_configuration_may_not(command: Command, tmp_path: Path, setting: str,
     code, out = command(name, "--config", str(path))
     assert code == 2
     assert out.startswith(
-        f"megabatch {name}: {path}: {setting} = 'evil:thing' would run code, the module evil, for "
-        "which only the command line may ask; --trust allows it if you trust this file\n"
+        f"megabatch {name}: {path}: {setting} = 'evil:thing' would run code, for which "
+        "only the command line may ask; --trust allows it if you trust this file\n"
     )
     with pytest.raises(UsageError, match=r"theirs\.toml: .* = 'evil:thing' would run code"):
         load_config(path)
@@ -176,7 +167,7 @@ def test_a_configuration_may_not_trust_itself(command: Command, tmp_path: Path) 
     path = tmp_path / "theirs.toml"
     path.write_text('model = "glyph-small"\nloss = "evil:thing"\ntrust = true\n')
     code, out = command("train", "--config", str(path))
-    assert (code, "trust is not a setting" in out) == (2, True)
+    assert (code, "--trust: no such option" in out) == (2, True)
 
 
 @pytest.mark.usefixtures("malicious")
@@ -217,7 +208,7 @@ def test_a_runs_folder_may_not(
     config.write_text(changed)
     code, out = command("train", "--resume", "--steps", "4")
     assert code == 2
-    assert f"{config}: {setting} = 'evil:thing' would run code, the module evil" in out
+    assert f"{config}: {setting} = 'evil:thing' would run code, " in out
     # The folder's settings are compared only.
     code, out = command("train", "--model", "glyph-small", "--loss", "clip", "--resume")
     assert (code, f"--{setting} was evil:thing, is " in out) == (2, True)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megabatch import cli
-from megabatch.hints import parse_bytes
 from megabatch.planning.machine import other_machine
 from tests.training.synthetic import write_shard
 
@@ -152,20 +151,6 @@ def test_mistakes_are_one_line(options, message, capsys):
     err = capsys.readouterr().err
     assert message in err
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GiB", 80 << 30), ("80g", 80 << 30), ("80 GB", 80 * 10**9), ("1.5m", 3 << 19), ("12", 12)],
-)
-def test_sizes(text, size):
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1g", "1x", "80GiBs"])
-def test_no_sizes(text):
-    with pytest.raises(ValueError, match="80GiB"):
-        parse_bytes(text)
 
 
 def test_a_gpu_smaller_than_its_context():

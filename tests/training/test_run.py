@@ -106,7 +106,7 @@ def test_what_was_skipped_is_told_names_are_printed_as_they_are_and_commands_can
     rows += ["broken.png,a caption", "[/b] :cat:.png,missing"]
     table.write_text("\n".join(["filepath,title", *rows]) + "\n")
     run = tmp_path / "my [" / "run]"
-    changes = {"train_data": str(table), "steps": 8, "report_to": "tensorboard"}
+    changes = {"train_data": str(table), "steps": 8, "report_to": ("tensorboard",)}
     assert train(make_config(run, **changes)) == 0
     out = capsys.readouterr().out
     assert f"pairs of {table}:" in out
@@ -136,22 +136,20 @@ def test_the_evaluation_follows_where_it_is_asked_for(
     monkeypatch.setattr(
         megabatch.evaluation.table, "print_evaluation", lambda e, console: seen.append(e)
     )
-    config = make_config(tmp_path / "run", steps=2, evaluate=True, val_data=str(pictures))
+    config = make_config(tmp_path / "run", steps=2, val_data=str(pictures))
     assert train(config) == 0
-    options = {"device": "cpu", "group": "local", "val_data": str(pictures), "trust": True}
+    options = {"device": "cpu", "group": "local", "trust": True}
     assert seen == [(config.output, options), {"figures": 1}]
 
 
 def test_an_evaluation_without_data_is_refused_before_anything_is_trained(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path / "run", evaluate=True)
-    with pytest.raises(UsageError, match="--evaluate: expected --val-data with it"):
-        train(config)
+    config = make_config(tmp_path / "run")
     with pytest.raises(UsageError, match="--val-data: nothing matches nowhere"):
         train(replace(config, val_data="nowhere"))
     with pytest.raises(UsageError, match=r"--val-data: .*x\.csv"):
-        train(replace(config, evaluate=False, val_data="x.csv"))
+        train(replace(config, val_data="x.csv"))
     assert not config.output.exists()
 
 

@@ -144,7 +144,7 @@ def test_runs_of_two_processes_are_that_of_one(
     alone = replace(config, output=tmp_path / "alone")
     assert train(alone) == 0
     ddp = replace(config, output=tmp_path / "ddp")
-    ddp = replace(ddp, evaluate=True, val_data=config.train_data, val_frequency=4)
+    ddp = replace(ddp, val_data=config.train_data, val_frequency=4)
     fsdp = replace(ddp, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
     stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
     ctrl_c = replace(config, output=tmp_path / "ctrl-c")

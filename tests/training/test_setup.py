@@ -15,11 +15,13 @@ from torch import nn
 
 from megabatch.config.command_line import parse
 from megabatch.errors import UsageError
+from megabatch.hints import option
 from megabatch.models import create
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import locked_towers
+from megabatch.models.layers import lock, locked_towers
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
+    batch_norm_notes,
     build_towers,
     kind_problems,
     model_notes,
@@ -40,18 +42,23 @@ def refused(config: Any) -> str:
     return str(caught.value)
 
 
-def test_every_reason_comes_at_once_and_nothing_is_written(
+def test_what_is_wrong_is_said_and_nothing_is_written(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path / "run", micro_batch_size=0, model="ViT-B32", train_data="no.tar")
-    reasons = refused(config).splitlines()
-    assert reasons[0] == "several things:"
-    assert [reason.split(":")[0] for reason in reasons[1:]] == [
-        "  - --micro-batch-size 0",
-        "  - --train-data",
-        "  - --model",
-    ]
+    for name, value in {"micro_batch_size": 0, "train_data": "no.tar", "model": "ViT-B32"}.items():
+        assert refused(make_config(tmp_path / "run", **{name: value})).startswith(f"{option(name)}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_batch_normalisation_is_a_note() -> None:
+    towers = create("RN50")
+    config = TrainConfig(model="RN50", global_batch_size=4096, micro_batch_size=512)
+    for ranks, said in ((1, "512 pairs at a time: --micro"), (16, "256 pairs at a time on each")):
+        (note,) = batch_norm_notes(config, towers, ranks)
+        assert note.startswith("warning: RN50 has batch normalisation (55 layers). It normalises ")
+        assert said in note
+    lock(towers.module, "image")
+    assert batch_norm_notes(config, towers, 1) == []
 
 
 @on_processes(2)
@@ -85,7 +92,7 @@ def test_the_default_of_compilation_is_written_as_what_it_means(
     config = make_config(tmp_path / "run")
     assert config.torchcompile is None
     assert prepare(config).config.torchcompile is False
-    given = [parse([word])[0].torchcompile for word in ("--torchcompile", "--no-torchcompile")]
+    given = [parse([word]).torchcompile for word in ("--torchcompile", "--no-torchcompile")]
     assert given == [True, False]
 
 
@@ -103,7 +110,7 @@ def test_a_text_tower_that_open_clip_would_download_is_a_note(tmp_path: Path) ->
     own, module = towers.module, nn.Module()
     module.text = HFTextEncoder(str(bert), output_dim=8, pretrained=False)
     towers.module = module
-    config = TrainConfig(model="roberta-ViT-B-32")
+    config = TrainConfig(model="roberta-ViT-B-32", lr=1e-4)
     [note] = model_notes(config, towers)
     assert note.startswith(f"the text tower starts with random weights: those of {bert}, which")
     assert model_notes(replace(config, pretrained=bert), towers) == []
@@ -127,7 +134,7 @@ def test_a_default_that_does_not_suit_the_data_is_called_one(
 ) -> None:
     config = make_config(tmp_path / "run", global_batch_size=TrainConfig.global_batch_size)
     assert refused(config) == (
-        "--global-batch-size 4096 (the default): expected at most 40, the pairs that there are"
+        "--global-batch-size 4096: expected at most 40, the pairs that there are"
     )
 
 
@@ -153,7 +160,7 @@ def test_a_folder_that_cannot_be_a_new_runs(make_config: MakeConfig, tmp_path: P
     save_config(config, tmp_path / "config.toml")
     assert "holds a run already; continue it with --resume" in refused(config)
     (tmp_path / "config.toml").write_text("lr = ")
-    assert "config.toml: not TOML" in refused(make_config(tmp_path, resume=True))
+    assert "config.toml: cannot be read: " in refused(make_config(tmp_path, resume=True))
 
 
 def test_a_run_is_not_resumed_with_other_settings_but_those_that_change_no_result(

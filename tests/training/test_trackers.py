@@ -92,7 +92,7 @@ def test_a_resumed_run_gives_each_tracker_its_curves_and_settings_under_one_id(
 ) -> None:
     from mlflow.tracking import MlflowClient
 
-    config = make_config(tmp_path / "run", report_to="wandb,mlflow", val_data=str(pictures))
+    config = make_config(tmp_path / "run", report_to=("wandb", "mlflow"), val_data=str(pictures))
     with monkeypatch.context() as patch:
         signal_after(patch, 7, signal.SIGINT)
         assert train(config) == 130
@@ -164,7 +164,7 @@ def test_a_tracker_that_fails_is_reported_once_and_training_goes_on(
     failing, sound = Recorder(5), Recorder(1000)
     monkeypatch.setitem(trackers.TRACKERS, "wandb", lambda config, step: failing)
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda config, step: sound)
-    config = make_config(tmp_path / "run", report_to="wandb,mlflow")
+    config = make_config(tmp_path / "run", report_to=("wandb", "mlflow"))
     assert train(config) == 0
     told = "--report-to wandb failed, going on without it: the server is gone"
     assert capsys.readouterr().out.count(told) == 1
@@ -184,7 +184,7 @@ def test_a_tracker_that_cannot_start_is_left_out(
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", lambda config, step: sound)
     told: list[str] = []
     started = Trackers()
-    started.start(TrainConfig(output=tmp_path, report_to="wandb, mlflow"), 0, told.append)
+    started.start(TrainConfig(output=tmp_path, report_to=("wandb", "mlflow")), 0, told.append)
     started.step({"step": 1, "loss": 1.0})
     with pytest.raises(KeyError), started:
         raise KeyError
@@ -207,7 +207,7 @@ def test_the_launchers_signal_does_not_cut_off_the_end_of_trackers(
     before = signal.signal(signal.SIGTERM, handler := lambda *of: received.append(of))
     try:
         started = Trackers()
-        started.start(TrainConfig(output=tmp_path, report_to="wandb"), 0, print)
+        started.start(TrainConfig(output=tmp_path, report_to=("wandb",)), 0, print)
         with pytest.raises(KeyError), started:
             raise KeyError
         assert signal.getsignal(signal.SIGTERM) is handler
@@ -249,7 +249,7 @@ def test_mlflow_reports_what_its_thread_could_not_send(
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "glyphs")
     told: list[str] = []
     with Trackers() as started:
-        started.start(TrainConfig(output=tmp_path, report_to="mlflow"), 0, told.append)
+        started.start(TrainConfig(output=tmp_path, report_to=("mlflow",)), 0, told.append)
         started.validation(1, None, {"a@b": 1.0})
     assert sent == ["http://nowhere.invalid", (f"glyphs/{tmp_path.name}", "RUNNING")]
     assert told == ["--report-to mlflow failed, going on without it: no val/a_at_b"]
@@ -263,7 +263,7 @@ def test_a_folder_of_a_library_s_name_is_no_library(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     for name in [name for name in sys.modules if name.partition(".")[0] == "wandb"]:
         monkeypatch.delitem(sys.modules, name)
-    config = make_config(tmp_path / "run", report_to="wandb")
+    config = make_config(tmp_path / "run", report_to=("wandb",))
     (reason,) = trackers.problems(config)
     assert reason.startswith("--report-to wandb: wandb is not installed")
     assert reason.endswith("pip install 'megabatch[watch]'")

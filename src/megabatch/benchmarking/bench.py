@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from megabatch.errors import UsageError, did_you_mean
 from megabatch.hints import Interval
-from megabatch.options import parse_one_of
+from megabatch.options import parse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
 # Libraries are imported by the functions that use them, as --help needs none.
 
 AT_LEAST_1, ABOVE_0 = Interval(at_least=1), Interval(above=0)
-
-_DESCRIPTION = "Compare megabatch with other implementations."
 
 
 @dataclass(frozen=True)
@@ -72,10 +70,9 @@ class LossOptions:
 
 
 def main(argv: list[str]) -> int:
-    """Run `megabatch bench ...`; returns the exit code: 1 if a contender failed or was wrong."""
-    commands = {"loss": LossOptions}
-    options = parse_one_of(commands, argv, prog="megabatch bench", description=_DESCRIPTION)
-    return bench_loss(options, command=shlex.join(["megabatch", "bench", *argv]))
+    """Run `megabatch bench loss`; returns the exit code: 1 if a contender failed or was wrong."""
+    options = parse(LossOptions, argv, prog="megabatch bench loss")
+    return bench_loss(options, command=shlex.join(["megabatch", "bench", "loss", *argv]))
 
 
 def bench_loss(options: LossOptions, command: str) -> int:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megabatch.config.file import packaged, read_settings
-from megabatch.config.openclip_options import INSTEAD, VALUES
-from megabatch.config.problems import problems, unnamed
-from megabatch.config.references import SETTINGS, SOURCES, absent, refuse_references
-from megabatch.config.resolve import Given, levels, name_defaults, resolve
-from megabatch.config.settings import COMMON, GROUPS, TrainConfig
-from megabatch.errors import UsageError, all_of
-from megabatch.hints import is_reference, option
-from megabatch.models import names, weights
-from megabatch.models.own_code import load
+from megabatch.config.references import refuse_references
+from megabatch.config.settings import COMMON, GROUPS, OPENCLIP, TrainConfig
+from megabatch.errors import UsageError
+from megabatch.models import names
 from megabatch.options import Parser
 
 _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the whole global batch.
 
 Name a model and data (--model ViT-B-32 --train-data 'shards/{{000..099}}.tar'), or a configuration
 (--config {names}). Options override the configuration, which overrides defaults."""
+
+#: Defaults for a pretrained text encoder, as is usual with BERT and its successors and AdamW.
+FINE_TUNING = {"lr": 2e-5, "wd": 0.01}
 
 
 @dataclass(frozen=True)
@@ -40,84 +37,48 @@ class Start:
     """
 
 
-def parse(argv: Sequence[str]) -> tuple[TrainConfig, Given]:
-    """Build a configuration from defaults, the file of `--config` and options, in this order.
-
-    With `--resume` and without `--config` the file is the one in the run's folder.
-
-    Returns:
-        The configuration and the sources of its values.
+def parse(argv: Sequence[str]) -> TrainConfig:
+    """The configuration that the options of `megabatch train` describe; see `configure`.
 
     Raises:
         UsageError: an option or the file is invalid, or the file names code and is not trusted.
         SystemExit: after `--help`.
     """
-    return configure(parser((Start, TrainConfig), "megabatch train", _DESCRIPTION).parse(argv))
+    classes, common = (Start, TrainConfig), ("config", *COMMON)
+    return configure(parser("megabatch train", _DESCRIPTION, classes, common).parse(argv))
 
 
-def parser(
-    classes: Sequence[type],
-    prog: str,
-    description: str,
-    common: Sequence[str] = ("config", *COMMON),
-    **groups: str,
-) -> Parser:
+def parser(prog: str, description: str, classes: tuple[type, ...], common: Sequence[str]) -> Parser:
     """The parser of a command that takes the options of `megabatch train`."""
     text = description.format(names=" or ".join(packaged()))
-    headings = {"config": "configuration", **GROUPS, **groups}
-    return Parser(classes, prog, text, headings, INSTEAD, VALUES, common)
+    return Parser(classes, prog, text, GROUPS, OPENCLIP, common)
 
 
-def configure(chosen: dict[str, Any]) -> tuple[TrainConfig, Given]:
-    """The configuration from parsed options, and the sources of its values; see `parse`."""
-    options = dict(chosen)
-    name, trust = options.pop("config", None), options.pop("trust", False)
-    config = TrainConfig(**options)
-    own = config.output / "config.toml"
-    if name is None and config.resume and os.path.isfile(own):
-        name = own
-    settings = {} if name is None else read_settings(name)
-    if not trust:
-        refuse_references({k: v for k, v in settings.items() if k not in options}, f"{name}")
-    return replace(TrainConfig(), **settings | options), levels(settings, options)
+def configure(options: Mapping[str, Any]) -> TrainConfig:
+    """The configuration from parsed options, the file of `--config`, and defaults, in this order.
 
-
-def check(config: TrainConfig, given: Given, *needed: str) -> None:
-    """Refuse whatever is known to be wrong without a library, as importing torch takes seconds.
-
-    The trainer and the planner check everything again, with the rest.
-
-    Args:
-        config, given: as `parse` returns them.
-        needed: the required settings. Default: model and data.
+    With `--resume` and without `--config` the file is the one in the run's folder. `--epochs` or
+    `--steps` replaces both of the file. A pretrained text encoder has defaults of its own.
 
     Raises:
-        UsageError: with all reasons.
+        UsageError: the file is invalid, or names code and is not trusted; two lengths are given.
     """
-    if lacking := unnamed(config, *needed):
-        raise UsageError(name_defaults(lacking, given))
-    config, _ = resolve(config, given)
-    reasons = problems(config, here=False)
-    if not needed or "train_data" in needed:
-        for name in SOURCES:
-            found = absent(getattr(config, name) or "")
-            reasons += [f"{option(name)}: nothing matches {source}" for source in found]
-    if reasons := reasons + list(_unusable(config)):
-        raise UsageError(name_defaults(all_of(reasons), given))
-
-
-def _unusable(config: TrainConfig) -> Iterator[str]:
-    """Names of a model, of weights or of code that cannot be used."""
-    code = {name: getattr(config, name) for name in SETTINGS if is_reference(getattr(config, name))}
-    checks: list[Callable[[], object]] = [
-        partial(names.check, config.model, config.pretrained),
-        *(partial(load, reference, name) for name, reference in code.items()),
-    ]
-    for name in ("pretrained_image_path", "pretrained_text_path"):
-        if path := getattr(config, name):
-            checks.append(partial(weights.find, path, option(name)))
-    for one in checks:
-        try:
-            one()
-        except UsageError as error:
-            yield str(error)
+    own = {name: value for name, value in options.items() if name not in vars(Start())}
+    file = options.get("config")
+    lengths = [name for name in ("epochs", "steps") if own.get(name) is not None]
+    if len(lengths) == 2:
+        raise UsageError("--epochs --steps: expected one of them")
+    asked = TrainConfig(**own)
+    if file is None and asked.resume and os.path.isfile(asked.output / "config.toml"):
+        file = asked.output / "config.toml"
+    settings = {} if file is None else read_settings(file)
+    if lengths:
+        settings = {k: v for k, v in settings.items() if k not in ("epochs", "steps")}
+    if not options.get("trust"):
+        refuse_references({k: v for k, v in settings.items() if k not in own}, f"{file}")
+    settings |= own
+    config = TrainConfig(**settings)
+    encoder = names.is_trained(config.model) and names.is_text_encoder(config.model)
+    if encoder and config.opt == "adamw":
+        settings = FINE_TUNING | settings
+    return TrainConfig(**settings)

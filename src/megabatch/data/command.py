@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from megabatch.config.references import absent
-from megabatch.errors import UsageError, plural
-from megabatch.hints import Interval
-from megabatch.options import Positional, parse_one_of
+from megabatch.errors import plural
+from megabatch.hints import Interval, Positional
+from megabatch.options import parse
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -58,19 +57,9 @@ class Inspect:
     """Field separator of a text table."""
 
 
-def main(argv: list[str]) -> int:
-    """Run `megabatch data ...`; returns the exit code."""
-    commands = {"glyphs": Glyphs, "inspect": Inspect}
-    description = "Write the built-in glyphs as shards, inspect a data set."
-    command = parse_one_of(commands, argv, prog="megabatch data", description=description)
-    if isinstance(command, Glyphs):
-        return glyphs(command)
-    assert isinstance(command, Inspect)
-    return inspect(command)
-
-
-def glyphs(options: Glyphs) -> int:
-    """Write the glyph set as shards."""
+def glyphs(argv: list[str]) -> int:
+    """Write the glyph set as shards; returns the exit code."""
+    options = parse(Glyphs, argv, prog="megabatch data glyphs")
     from megabatch.data.export import write_glyphs
     from megabatch.data.glyphs import load_glyphs
 
@@ -82,10 +71,9 @@ def glyphs(options: Glyphs) -> int:
     return 0
 
 
-def inspect(options: Inspect) -> int:
+def inspect(argv: list[str]) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
-    for source in absent(options.data):
-        raise UsageError(f"nothing matches {source}")
+    options = parse(Inspect, argv, prog="megabatch data inspect")
     import numpy as np
     from rich.progress import track
 

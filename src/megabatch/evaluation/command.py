@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,8 +22,7 @@ _TIMEOUT = timedelta(hours=2)
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the figures and the path of the report; returns the exit code."""
-    description = inspect.getdoc(EvalConfig) or ""
-    config = parse(EvalConfig, argv, prog="megabatch eval", description=description)
+    config = parse(EvalConfig, argv, prog="megabatch eval")
     if checks_alone():
         check(config)
         if config.run is not None:

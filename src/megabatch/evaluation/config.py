@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from megabatch.errors import UsageError, one_line
-from megabatch.hints import Interval, option, settings_of
-from megabatch.options import Positional
+from megabatch.hints import Interval, Positional, option, settings_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -120,8 +119,7 @@ def check(config: EvalConfig) -> None:
     """Refuse an impossible configuration before anything is read; UsageError names the setting."""
     for name, setting in settings_of(EvalConfig).items():
         value = getattr(config, name)
-        expected = setting.expected(value) if setting.accepts(value) else setting.wanted(value)
-        if expected:
+        if expected := setting.problem(value):
             raise UsageError(f"{option(name)} {value}: expected {expected}")
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")

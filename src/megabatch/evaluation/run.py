@@ -92,10 +92,10 @@ def evaluate(
     """Evaluate; the first rank writes figures and a report to the output folder.
 
     `val_data` is evaluated by retrieval, `class_data` by classification. Without either, a run is
-    evaluated on the `val_data` that it was trained with; or, if it had none and was trained on the
-    built-in glyphs, as with `val_data="glyphs"` (held-out faces among their own names, held-out
-    characters among all names) and `class_data="digits"` (scikit-learn's handwritten digits, which
-    it has never seen).
+    evaluated on the `val_data` that it was trained with. If that is "glyphs", or none and the run
+    was trained on the built-in glyphs, these are held-out faces among their own names, held-out
+    characters among all names, and `class_data="digits"`, scikit-learn's handwritten digits, which
+    it has never seen.
 
     Args:
         config: the settings.
@@ -294,17 +294,18 @@ def _with_default_data(config: EvalConfig, opened: Opened) -> EvalConfig:
     """
     if config.val_data is not None or config.class_data is not None:
         return config
-    if (own := opened.config.get("val_data")) is not None:
-        if not config.trust:
-            refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
-        return replace(config, val_data=str(own))
     train_data = opened.config.get("train_data")
-    if train_data != GLYPHS or opened.towers.first == "text":
+    of_glyphs = train_data == GLYPHS and opened.towers.first == "image"
+    own = opened.config.get("val_data") or (GLYPHS if of_glyphs else None)
+    if own is None:
         raise UsageError(
             f"the run was trained on {train_data}: give held-out pairs by --val-data (for the "
             "built-in glyphs: --val-data glyphs) or labelled images by --class-data"
         )
-    return replace(config, val_data=GLYPHS, class_data=DIGITS)
+    if not config.trust:
+        refuse_references({"val_data": own}, f"{opened.folder}/config.toml")
+    digits = DIGITS if of_glyphs and own == GLYPHS else None
+    return replace(config, val_data=own, class_data=digits)
 
 
 def _retrieval_tasks(config: EvalConfig, opened: Opened) -> list[Task]:

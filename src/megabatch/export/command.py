@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 from megabatch.evaluation.config import read_config
 from megabatch.export.options import Export, Target
 from megabatch.options import parse
@@ -17,8 +15,7 @@ _LOADED_BY: dict[Target, str] = {
 
 def main(argv: list[str]) -> int:
     """Export, print the call that loads the folder, and notes; returns the exit code."""
-    description = inspect.getdoc(Export) or ""
-    options = parse(Export, argv, prog="megabatch export", description=description)
+    options = parse(Export, argv, prog="megabatch export")
     read_config(options.run)
     from megabatch.export.run import export_run  # --help and errors import as little as possible
 

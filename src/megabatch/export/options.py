@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from megabatch.options import Positional
+from megabatch.hints import Positional
 
 Target = Literal["openclip", "huggingface", "sentence-transformers"]
 Weights = Literal["final", "ema"]

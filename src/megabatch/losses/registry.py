@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -76,23 +76,10 @@ TRAINABLE = {
     ),
 }
 
-if TYPE_CHECKING:
-    LossName: TypeAlias = str
-else:
-    LossName = Literal[tuple(TRAINABLE)]
-
 
 def describe_losses() -> str:
     """The values of `--loss`, each with its summary."""
     return "; ".join(f"{name}: {entry.summary}" for name, entry in TRAINABLE.items()) + "."
-
-
-def describe_duplicates() -> str:
-    """The values of `--duplicates` that each loss supports."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for name, entry in TRAINABLE.items():
-        names.setdefault(tuple(entry.duplicates), []).append(name)
-    return "; ".join(f"{' and '.join(n)}: {', '.join(v)}" for v, n in names.items()) + "."
 
 
 def losses_with(setting: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import shutil
 import textwrap
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ class Models:
 
 def main(argv: list[str]) -> int:
     """Print the names; returns the exit code."""
-    description = inspect.getdoc(Models) or ""
-    parse(Models, argv, prog="megabatch models", description=description)
+    parse(Models, argv, prog="megabatch models")
     width = min(shutil.get_terminal_size().columns, 100)
 
     def wrap(text: str, first: str, others: str) -> str:

@@ -21,10 +21,7 @@ from megabatch.similarity.distributed.layout import Layout
 from megabatch.similarity.distributed.schedule import new_sizes
 from megabatch.similarity.eager import block_shape
 from megabatch.similarity.matrix import (
-    DROPPED,
-    PLAIN,
     Matrix,
-    Orders,
     Side,
     restore,
     sort,
@@ -88,18 +85,16 @@ class Results(NamedTuple):
 
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
-    total, sizes = torch.zeros_like(o.negative), new_sizes(o.group, o.x)
+    sums, sizes = torch.zeros_like(o.negative), new_sizes(o.group, o.x)
     with settings.applied(o.settings, o.x):
         if o.group:
             y = o.x if o.y is None else o.y
             terms, mine = f"{CALL}, {y.shape[1]} wide, {y.dtype}", [len(o.x), len(y)]
             sizes = torch.tensor(comm.agree(o.group, terms, mine, y.device), device="cpu").T
-        for matrix, orders, _ in _matrices(o, sizes):
-            sums = torch.zeros_like(total)
-            for i, _, gap in _gaps(matrix, o.scale, sort(o.negative, orders.rows, 0)):
-                sums[i] += F.softplus(gap, threshold=50).sum(1)
-            total += restore(sums, orders.rows, 0)
-    return Results(total, sizes)
+        pairs = _Pairs(o, sizes)
+        for i, _, gap in pairs.gaps():
+            sums[i] += F.softplus(gap, threshold=50).sum(1)
+        return Results(restore(sums, pairs.orders.rows, 0), sizes)
 
 
 def _forward_fake(*flat: Any) -> Results:
@@ -111,23 +106,19 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
     o, results, (upstream,), need = positive_softplus_sums.split(flat)
     if upstream is None:  # other ranks wait for this one's part
         upstream = torch.zeros_like(o.negative)
-    dtype, y = accumulator_dtype(o.x.dtype), o.x if o.y is None else o.y
-    dx, dy = (torch.zeros_like(t, dtype=dtype) for t in (o.x, y))
-    dscale, dnegative = torch.zeros_like(o.scale), torch.zeros_like(o.negative)
+    dtype, dnegative = accumulator_dtype(o.x.dtype), torch.zeros_like(o.negative)
     with settings.applied(o.settings, o.x):
-        for matrix, orders, layout in _matrices(o, results.sizes):
-            sorted_x, sorted_y = matrix.rows.features, matrix.cols.features
-            rows, cols = (torch.zeros_like(t, dtype=dtype) for t in (sorted_x, sorted_y))
-            gradient, slopes = sort(upstream, orders.rows, 0), torch.zeros_like(dnegative)
-            for i, j, gap in _gaps(matrix, o.scale, sort(o.negative, orders.rows, 0)):
-                weights = torch.sigmoid(gap) * gradient[i, None]  # -dS
-                slopes[i] += weights.sum(1)
-                rows[i].addmm_(weights, sorted_y[j].to(dtype), alpha=-1)
-                cols[j].addmm_(weights.T, sorted_x[i].to(dtype), alpha=-1)
-            dscale += (sorted_x.to(dtype) * rows).sum()
-            dnegative += restore(slopes, orders.rows, 0)
-            dx += restore(rows, orders.rows, 0)
-            dy += layout.sum(restore(cols, orders.cols, 0)).wait()
+        pairs = _Pairs(o, results.sizes)
+        x, y, gradient = pairs.x, pairs.y, sort(upstream, pairs.orders.rows, 0)
+        dx, dy = (torch.zeros_like(t, dtype=dtype) for t in (x, y))
+        for i, j, gap in pairs.gaps():
+            weights = torch.sigmoid(gap) * gradient[i, None]  # -dS
+            dnegative[i] += weights.sum(1)
+            dx[i].addmm_(weights, y[j].to(dtype), alpha=-1)
+            dy[j].addmm_(weights.T, x[i].to(dtype), alpha=-1)
+        dscale = (x.to(dtype) * dx).sum()
+        dx, dnegative = (restore(t, pairs.orders.rows, 0) for t in (dx, dnegative))
+        dy = pairs.layout.sum(restore(dy, pairs.orders.cols, 0)).wait()
     dx, dy = dx.mul_(o.scale), dy.mul_(o.scale)
     if o.y is None:
         dx = dx.add_(dy)
@@ -145,40 +136,44 @@ positive_softplus_sums = Reduction(
 )
 
 
-def _matrices(o: Operands, sizes: Tensor) -> Iterator[tuple[Matrix, Orders, Layout]]:
-    """This rank's rows against its own columns, then in a group against the others'.
+class _Pairs:
+    """This rank's rows against the columns of all ranks, both sorted by id."""
 
-    Each sorted by id, with its orders and the layout of its columns.
-    """
-    y, ids, diagonal = (o.x, o.row_ids, DROPPED) if o.y is None else (o.y, o.col_ids, PLAIN)
-    rows, columns = Side(o.x, o.row_ids), Side(y, ids)
-    yield *sort_by_id(Matrix(rows, columns, diagonal)), Layout(None, [len(y)], "")
-    if o.group:
-        layout = Layout(comm.resolve(o.group), sizes[1].tolist(), CALL)
-        everyone = layout.gather(columns).wait()
-        assert everyone.ids is not None
-        everyone.ids[layout.own] = -1  # equal to no other
-        yield *sort_by_id(Matrix(rows, everyone)), layout
+    def __init__(self, o: Operands, sizes: Tensor) -> None:
+        rows = Side(o.x, o.row_ids)
+        columns = rows if o.y is None else Side(o.y, o.col_ids)
+        group, own_sizes = None, [len(columns.features)]
+        if o.group:
+            group, own_sizes = comm.resolve(o.group), sizes[1].tolist()
+        self.layout = Layout(group, own_sizes, CALL)
+        matrix = Matrix(rows, self.layout.gather(columns).wait())
+        (rows, columns, *_), self.orders = sort_by_id(matrix)
+        self.x, self._row_ids, self.y, self._col_ids = *rows[:2], *columns[:2]
+        self._scale, self._negative = o.scale, sort(o.negative, self.orders.rows, 0)
+        #: of x against itself: the column of each row
+        self._self = None
+        if o.y is None and self.orders.rows is not None:
+            self._self = self.orders.rows + self.layout.own.start
 
-
-def _gaps(matrix: Matrix, scale: Tensor, negative: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Blocks (i, j) that hold positives, with negative_i - S_ij there and -inf elsewhere."""
-    (x, row_ids, *_), (y, col_ids, *_) = matrix.rows, matrix.cols
-    assert row_ids is not None
-    assert col_ids is not None
-    if not (len(x) and len(y)):
-        return
-    height, width = block_shape(x)
-    dtype, rows = accumulator_dtype(x.dtype), list(strips(len(x), height))
-    first = row_ids[::height].clamp(min=0)
-    last = row_ids[[i.stop - 1 for i in rows]]
-    begin = torch.searchsorted(col_ids, first)
-    end = torch.searchsorted(col_ids, last, right=True)
-    bounds = torch.stack([begin, end], 1).tolist()  # the only synchronisation
-    for i, (start, stop) in zip(rows, bounds, strict=True):
-        for inner in strips(max(0, stop - start), width):
-            j = slice(start + inner.start, start + inner.stop)
-            gap = negative[i, None] - (x[i].to(dtype) * scale) @ y[j].to(dtype).T
-            positive, _ = matrix.view(i, j).masks(gap)
-            if positive is not None:
-                yield i, j, gap.masked_fill_(~positive, -torch.inf)
+    def gaps(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Blocks (i, j) that hold positives: negative_i - S_ij, and -inf for other pairs."""
+        x, y, row_ids, col_ids = self.x, self.y, self._row_ids, self._col_ids
+        assert row_ids is not None
+        assert col_ids is not None
+        if not (len(x) and len(y)):
+            return
+        height, width = block_shape(x)
+        dtype, rows = accumulator_dtype(x.dtype), list(strips(len(x), height))
+        first = row_ids[::height].clamp(min=0)
+        last = row_ids[[i.stop - 1 for i in rows]]
+        begin = torch.searchsorted(col_ids, first)
+        end = torch.searchsorted(col_ids, last, right=True)
+        bounds = torch.stack([begin, end], 1).tolist()  # the only synchronisation
+        for i, (start, stop) in zip(rows, bounds, strict=True):
+            for inner in strips(max(0, stop - start), width):
+                j = slice(start + inner.start, start + inner.stop)
+                gap = self._negative[i, None] - (x[i].to(dtype) * self._scale) @ y[j].to(dtype).T
+                other = (row_ids[i, None] != col_ids[j]) | (row_ids[i, None] < 0)
+                if self._self is not None and self.orders.cols is not None:
+                    other |= self._self[i, None] == self.orders.cols[j]
+                yield i, j, gap.masked_fill_(other, -torch.inf)

@@ -27,20 +27,19 @@ def problems(config: TrainConfig, first: str) -> list[str]:
 
     `first`: the model's first input, "image" or "text".
     """
-    if not config.evaluate:
+    if config.val_data is None:
         return []
     try:
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data is None:  # the glyphs, and digits too
+            if config.val_data == "glyphs":  # and digits too
                 importlib.import_module("sklearn.datasets")
     except MissingLibrary as missing:
-        return [f"--evaluate: {missing}"]
-    if config.val_data in (None, "glyphs"):
+        return [f"--val-data: {missing}"]
+    if config.val_data == "glyphs":
         return []
     from megabatch.evaluation.captions import open_val_data, reading_of
 
-    assert config.val_data is not None
     try:
         with naming("--val-data"):
             reading = reading_of(vars(config))
@@ -59,7 +58,7 @@ def evaluate(
     not touched.
 
     Args:
-        config: of the run, with `evaluate`.
+        config: of the run, with `val_data`.
         folder: has `config.toml` and `model.safetensors`, and gets `evaluation.json` and a report.
         step: of the run, which these weights are from.
         world, console, trackers: of the run.
@@ -83,7 +82,6 @@ def evaluate(
             folder,
             device=world.device.type if world.size > 1 else str(world.device),
             group=world.group,
-            val_data=config.val_data,
             on_figures=log,
             trust=True,  # this run wrote the folder, and has run the model's code
         )

@@ -152,7 +152,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
     It rises linearly to the peak in `warmup_steps`. Then "cosine" follows half a cosine that
     would reach zero at `total_steps`; "const" stays constant; "const-cooldown" (also called "wsd",
     warm-up, stable, decay: Hu et al. 2024, arXiv 2404.06395) stays constant until the last
-    `cooldown_steps`, in which it decays to `lr_cooldown_end` as (1 - x) ** `lr_cooldown_power`.
+    `cooldown_steps`, in which it decays linearly to zero.
     """
     peak, warmup = config.lr, warmup_steps(config, total_steps)
     if step < warmup:
@@ -164,10 +164,7 @@ def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:
         return peak * (1 + math.cos(math.pi * done)) / 2
     length = cooldown_steps(config, total_steps)
     into = step - (total_steps - length)
-    if into < 0:
-        return peak
-    end = config.lr_cooldown_end
-    return end + (peak - end) * float((1 - into / length) ** config.lr_cooldown_power)
+    return peak if into < 0 else peak * (1 - into / length)
 
 
 def warmup_steps(config: TrainConfig, total_steps: int) -> int:

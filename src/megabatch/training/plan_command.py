@@ -7,9 +7,8 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from megabatch.config.command_line import Start, check, configure, parser
+from megabatch.config.command_line import Start, configure, parser
 from megabatch.config.problems import problems
-from megabatch.config.resolve import name_defaults, resolve
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
 from megabatch.hints import Interval, is_reference, parse_bytes
@@ -55,8 +54,8 @@ class PlanOptions:
     nic_gbps: Annotated[float, Interval(above=0)] = 400.0
     """Gigabits per second of the network for each GPU, of which 88% count."""
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
-    """Tokens of a micro-batch's longest text, where texts are trimmed (trim_texts). Default: as the
-    texts of --train-data in order of length, or all that the model takes."""
+    """Tokens of a micro-batch's longest text, where texts are trimmed (--trim-texts). Default: as
+    the texts of --train-data in order of length, or all that the model takes."""
     search: bool = False
     """Compare sizes of micro-batches by the time of a step, for a known kind of GPU."""
     probe: bool = False
@@ -68,18 +67,13 @@ class PlanOptions:
 def main(argv: list[str]) -> int:
     """Plan as the options say; returns the exit code."""
     classes = (PlanOptions, Start, TrainConfig)
-    headings = {"gpus": "machine and output"}
-    chosen = parser(classes, "megabatch plan", _DESCRIPTION, _COMMON, **headings).parse(argv)
+    chosen = parser("megabatch plan", _DESCRIPTION, classes, _COMMON).parse(argv)
     own = {name: chosen.pop(name) for name in vars(PlanOptions()) if name in chosen}
     options = PlanOptions(**own)
-    asked, given = configure(chosen)
-    check(asked, given, "model", *["train_data"] * (asked.decode == "late"))
+    config = configure(chosen)
+    if reasons := problems(config, "model", *["train_data"] * (config.decode == "late")):
+        raise UsageError(all_of(reasons))
     memory = _memory(options)
-    config, notes = resolve(asked, given)
-    if reasons := problems(config):
-        raise UsageError(name_defaults(all_of(reasons), given))
-    for note in notes:
-        print(note, file=sys.stderr)
     # --help and errors import as little as possible
     from megabatch.planning.machine import other_machine, this_machine
     from megabatch.planning.plan import Planner

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megabatch import files
 from megabatch.config.file import save_config
-from megabatch.config.resolve import Given
-from megabatch.config.settings import TrainConfig, activation_bytes, tracker_names
+from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.data import Batch
 from megabatch.data.late import DecodingStopped
 from megabatch.errors import OutOfMemory, UsageError, one_line, plural
@@ -37,23 +36,15 @@ from megabatch.training.trainer import Trainer, TrainingStopped
 from megabatch.training.world import World, joined
 
 
-def train(
-    config: TrainConfig,
-    *,
-    resume_command: str = "the same with --resume",
-    given: Given | None = None,
-) -> int:
+def train(config: TrainConfig, *, resume_command: str = "the same with --resume") -> int:
     """Train as configured, into the folder `config.output`.
 
     If `torchrun` or `srun` started several processes, each of them calls this and they train
     together; rank 0 writes files and prints.
 
     Args:
-        config: the run's settings. Of two that conflict, the one from the weaker source changes,
-            and a line says so.
+        config: the run's settings.
         resume_command: the command to print after an interruption.
-        given: the sources of the settings. By default, values other than the defaults count as
-            options.
 
     Returns:
         0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL) for
@@ -66,7 +57,7 @@ def train(
     """
     with Trackers() as trackers, joined(config) as world, _told_once(world):
         console = plain_console(quiet=not world.main)
-        setup = prepare(config, world, given=given)
+        setup = prepare(config, world)
         for note in setup.notes:
             console.print(note)
         kept = 0
@@ -282,11 +273,11 @@ class Run:
         for line in self.loader.report():
             self.console.print(f"  {line}")
         self.console.print(f"weights: {weights}")
-        if "tensorboard" in tracker_names(config):
+        if "tensorboard" in config.report_to:
             self.console.print(
                 f"curves:  tensorboard --logdir {quote(str(self.folder / 'tensorboard'))}"
             )
-        if not config.evaluate:
+        if config.val_data is None:
             self.console.print(f"report:  megabatch report {quote(str(self.folder))}")
         elif (evaluation := self._evaluate(self.folder)) and self.world.main:
             from megabatch.evaluation.table import print_evaluation

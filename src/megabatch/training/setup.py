@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
+from megabatch.config.command_line import FINE_TUNING
 from megabatch.config.file import to_dict
-from megabatch.config.objective import check_custom, create_objective
-from megabatch.config.problems import Conflict, problems, unnamed, wrong_types
-from megabatch.config.resolve import (
-    Given,
-    fine_tuned,
-    given_in,
-    length_conflicts,
-    name_defaults,
-    resolve,
-)
+from megabatch.config.objective import create_objective
+from megabatch.config.problems import problems, schedule_problems
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
@@ -29,7 +22,7 @@ from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
-from megabatch.models import ModelOptions, Towers, create
+from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
 from megabatch.models.layers import layer_ids, lock, set_modes
 from megabatch.models.pooling import saved_pooling
@@ -40,8 +33,6 @@ from megabatch.training.micro_batch import batch_norms
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
-
-T = TypeVar("T")
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
@@ -63,71 +54,56 @@ class Setup:
     notes: Sequence[str] = ()
 
 
-def prepare(
-    config: TrainConfig, world: World | None = None, *, given: Given | None = None
-) -> Setup:
+def prepare(config: TrainConfig, world: World | None = None) -> Setup:
     """Open the data, build the model, and check the configuration.
 
     Args:
         config: the run's settings.
         world: its processes. Default: this one, on the CPU.
-        given: the sources of the settings; see `resolve.given_in` for the default.
 
     Raises:
-        UsageError: the run is impossible, here or on another rank; the message has all reasons.
+        UsageError: the run is impossible, here or on another rank.
     """
     world = world or World(torch.device("cpu"))
-    known = given_in(config) if given is None else given
-    setup = world.attempt(lambda: _prepare(config, world, known))
+    setup = world.attempt(lambda: _prepare(config, world))
     _check_ranks(setup)
-    if is_reference(setup.config.loss):
-        # By itself, since the loss may communicate: no rank may have failed before.
-        world.attempt(lambda: _check_loss(setup))
     return setup
 
 
-def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
+def _prepare(config: TrainConfig, world: World) -> Setup:
     """As `prepare`, on this rank: the settings, the data, the model, and then the loader."""
-    if missing := unnamed(config):
-        raise UsageError(name_defaults(missing, given))
-    if wrong := wrong_types(config):
-        raise UsageError(all_of(wrong))
-    config, notes = resolve(config, given)
-    config, more = fine_tuned(config, given)
-    notes += more
+    if reasons := problems(config, "model", "train_data"):
+        raise UsageError(all_of(reasons))
+    if world.device.type == "cpu" and config.plan == "off" and activation_bytes(config, "cpu"):
+        asked = f"--activation-memory {config.activation_memory}"
+        raise UsageError(f"{asked}: on the CPU it needs a plan, which --plan off omits")
+    if world.main and (reasons := folder_problems(config) + trackers.problems(config)):
+        raise UsageError(all_of(reasons))
+    notes = []
     if config.torchcompile is None:
         config = replace(config, torchcompile=world.device.type == "cuda")
         if config.torchcompile:
             notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
-    reasons = problems(config)
-    on_cpu = world.device.type == "cpu"
-    if not reasons and on_cpu and config.plan == "off" and activation_bytes(config, "cpu"):
-        asked = f"--activation-memory {config.activation_memory}"
-        reasons = [f"{asked}: on the CPU it needs a plan, which --plan off omits"]
-    if not reasons and world.main:
-        reasons += folder_problems(config) + trackers.problems(config)
 
-    dataset = _attempt(reasons, lambda: open_data(config))
-    if dataset is not None:
-        pairs = pairs_per_epoch(dataset)
-        config, more = resolve(config, given, lambda c: too_short(c, pairs))
-        notes += more
-        if too_few := length_problems(config, pairs, world.size):
-            # Damaged sources may be the reason.
-            damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
-            reasons += too_few + damage
+    dataset = open_data(config)
+    pairs = pairs_per_epoch(dataset)
+    total_steps = config.steps or config.epochs * (pairs // config.global_batch_size)
+    if reasons := length_problems(config, pairs, total_steps, world.size):
+        # Damaged sources may be the reason.
+        damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
+        raise UsageError(all_of(reasons + damage))
 
-    if not reasons:
-        torch.manual_seed(config.seed)
-    towers = _attempt(reasons, lambda: build_towers(config))
-    transform = None
-    if dataset is not None and towers is not None:
-        reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
-        reasons += evaluating.problems(config, towers.first)
-        notes += model_notes(config, towers) + batch_norm_notes(config, towers, world.size)
-        transform = _attempt(reasons, lambda: train_transform(config, towers))
-    if reasons or dataset is None or towers is None or transform is None:
-        raise UsageError(name_defaults(all_of(reasons), given))
+    torch.manual_seed(config.seed)
+    towers = build_towers(config)
+    transform = train_transform(config, towers)
+    reasons = kind_problems(config, getattr(dataset, "first", "image"), towers.first)
+    if reasons := reasons or evaluating.problems(config, towers.first):
+        raise UsageError(all_of(reasons))
+    notes += model_notes(config, towers) + batch_norm_notes(config, towers, world.size)
+    warmup = warmup_steps(config, total_steps)
+    if config.warmup is None and warmup < DEFAULT_WARMUP:
+        of = plural(total_steps, "step")
+        notes.append(f"the warm-up takes {warmup} of {of} (--warmup changes it)")
 
     loader = PairLoader(
         dataset,
@@ -143,9 +119,6 @@ def _prepare(config: TrainConfig, world: World, given: Given) -> Setup:
         pinned=world.device.type == "cuda",
         negatives=config.hard_negatives,
     )
-    total_steps = _total_steps(config, pairs_per_epoch(dataset))
-    notes += length_notes(config, total_steps)
-    notes = [name_defaults(note, given) for note in notes]
     return Setup(config, world, towers, loader, total_steps, notes)
 
 
@@ -179,7 +152,7 @@ def _check_ranks(setup: Setup) -> None:
 
 def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
     """Lines on what a user may not expect of a model: its padding, its pooling, its weights."""
-    notes = []
+    notes = weight_notes(config)
     if config.trim_texts and not towers.lengths:
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
     prefix, _, folder = config.model.partition(":")
@@ -198,6 +171,24 @@ def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
             "which OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
         )
     return notes
+
+
+def weight_notes(config: TrainConfig) -> list[str]:
+    """A line on the learning rate of a model that starts with weights, unless it was chosen."""
+    source = config.model if config.pretrained is None else f"--pretrained {config.pretrained}"
+    trained = names.is_trained(config.model) or config.pretrained is not None
+    rates = {name: getattr(config, name) for name in FINE_TUNING}
+    if not trained or config.lock_image or config.lock_text:
+        return []
+    if rates == FINE_TUNING and names.is_text_encoder(config.model):
+        chosen = " ".join(with_value(name, value) for name, value in rates.items())
+        return [f"{source} has weights, so the defaults are those of fine-tuning: {chosen}"]
+    if config.lr == TrainConfig.lr:
+        return [
+            f"{source} has weights, but {with_value('lr', config.lr)} is meant for random ones; "
+            "fine-tuning usually takes 1e-5 to 1e-4"
+        ]
+    return []
 
 
 def batch_norm_notes(config: TrainConfig, towers: Towers, ranks: int) -> list[str]:
@@ -240,31 +231,14 @@ def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
     ]
 
 
-def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
+def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: int) -> list[str]:
     """Reasons why a data set with this many pairs per epoch is too small for the run."""
-    if config.global_batch_size < 1:
-        return []
     batch = with_value("global_batch_size", config.global_batch_size)
     if config.global_batch_size < ranks:
         return [f"{batch}: expected at least 1 for each of {ranks} processes"]
     if config.global_batch_size > pairs:
         return [f"{batch}: expected at most {pairs}, the pairs that there are"]
-    return [conflict.reason for conflict in too_short(config, pairs)]
-
-
-def too_short(config: TrainConfig, pairs: int) -> list[Conflict]:
-    """Conflicts between the run's length, with this many pairs per epoch, and its schedule."""
-    if config.global_batch_size < 1:
-        return []
-    return length_conflicts(config, _total_steps(config, pairs))
-
-
-def length_notes(config: TrainConfig, total_steps: int) -> list[str]:
-    """A line on a warm-up that is shorter than the default."""
-    warmup = warmup_steps(config, total_steps)
-    if config.warmup is not None or warmup == DEFAULT_WARMUP:
-        return []
-    return [f"the warm-up takes {warmup} of {plural(total_steps, 'step')} (--warmup changes it)"]
+    return schedule_problems(config, total_steps)
 
 
 def open_data(config: TrainConfig) -> PairDataset:
@@ -306,8 +280,7 @@ def build_towers(config: TrainConfig) -> Towers:
     if config.pretrained_text_path is not None:
         load_tower(module, "text", config.pretrained_text_path)
     if config.lock_image:
-        unlocked = config.lock_image_unlocked_groups
-        lock(module, "image", unlocked=unlocked, freeze_bn_stats=config.lock_image_freeze_bn_stats)
+        lock(module, "image", unlocked=config.lock_image_unlocked_groups)
     if config.lock_text:
         lock(module, "text", unlocked=config.lock_text_unlocked_layers)
     _freeze_unused(config, module)
@@ -335,23 +308,3 @@ def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
         bias.requires_grad_(False)
     if not takes & {"logit_scale", "temperature"}:
         module.get_parameter("logit_scale").requires_grad_(False)
-
-
-def _check_loss(setup: Setup) -> None:
-    """Raise a UsageError if a loss of the user's own cannot be trained with; see `check_custom`."""
-    config, towers, device = setup.config, setup.towers, setup.world.device
-    has_bias = getattr(towers.module, "logit_bias", None) is not None
-    objective = create_objective(config).to(device)
-    check_custom(objective, config.loss, towers.embed_dim, device, has_bias=has_bias)
-
-
-def _total_steps(config: TrainConfig, pairs: int) -> int:
-    return config.steps or config.epochs * (pairs // config.global_batch_size)
-
-
-def _attempt(reasons: list[str], make: Callable[[], T]) -> T | None:
-    try:
-        return make()
-    except UsageError as error:
-        reasons.append(str(error))
-        return None

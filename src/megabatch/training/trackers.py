@@ -27,7 +27,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from megabatch import files
 from megabatch.config.file import to_dict
-from megabatch.config.settings import TrainConfig, tracker_names
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import one_line
 from megabatch.imports import MissingLibrary, named_extras
 
@@ -186,7 +186,7 @@ class Trackers(AbstractContextManager["Trackers"]):
         for path in (self._folder / _METRICS, self._folder / _VALIDATION):
             if path.exists():
                 _truncate(path, resumed_step)
-        for name in tracker_names(config):
+        for name in config.report_to:
             self._attempt(name, partial(self._start, name, config, resumed_step))
 
     def step(self, record: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ def problems(config: TrainConfig) -> list[str]:
     modules = {"wandb": ["wandb.sdk"], "mlflow": ["mlflow.tracking"]}
     if not os.environ.get("MLFLOW_TRACKING_URI"):
         modules["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
-    for name in tracker_names(config):
+    for name in config.report_to:
         try:
             with named_extras("watch"):
                 for module in modules.get(name, ()):

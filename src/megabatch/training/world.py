@@ -122,21 +122,18 @@ def joined(config: TrainConfig) -> Iterator[World]:
         UsageError: the environment or the device is not usable, or the other ranks do not come.
     """
     rank, size, local_rank = place(os.environ)
-    try:
-        if size == 1:
-            device = resolve_device(config.device)
-        elif config.device in ("auto", "cuda") and torch.cuda.is_available():
-            # The launcher may make one device visible to each process.
-            local = local_rank if torch.cuda.device_count() > 1 else 0
-            device = resolve_device(f"cuda:{local}")
-            torch.cuda.set_device(device)
-        elif (device := resolve_device(config.device)).type == "cuda":
-            raise ValueError(f"{config.device}: of several processes each takes its own: cuda")
-    except ValueError as error:
-        raise UsageError(f"--device {error}") from error
     if size == 1:
-        yield World(device)
+        yield World(resolve_device(config.device))
         return
+    name = config.device
+    if name in ("auto", "cuda") and torch.cuda.is_available():
+        # The launcher may make one device visible to each process.
+        name = f"cuda:{local_rank if torch.cuda.device_count() > 1 else 0}"
+    elif name.startswith("cuda:"):
+        raise UsageError(f"--device {name}: of several processes each takes its own: cuda or auto")
+    device = resolve_device(name)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     world = World(device, rank, size)
     try:
         dist.init_process_group(

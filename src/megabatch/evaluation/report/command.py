@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -29,8 +28,7 @@ class ReportConfig:
 
 def main(argv: list[str]) -> int:
     """Write the page and print its path; returns the exit code."""
-    description = inspect.getdoc(ReportConfig) or ""
-    config = parse(ReportConfig, argv, prog="megabatch report", description=description)
+    config = parse(ReportConfig, argv, prog="megabatch report")
     output = config.output or config.runs[0] / "report.html"
     if config.output is None and len(config.runs) > 1:
         raise UsageError("--output: needed to compare several runs, such as comparison.html")
