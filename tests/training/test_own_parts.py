@@ -163,14 +163,6 @@ def test_a_configuration_may_not(command: Command, tmp_path: Path, setting: str,
 
 
 @pytest.mark.usefixtures("malicious")
-def test_a_configuration_may_not_trust_itself(command: Command, tmp_path: Path) -> None:
-    path = tmp_path / "theirs.toml"
-    path.write_text('model = "glyph-small"\nloss = "evil:thing"\ntrust = true\n')
-    code, out = command("train", "--config", str(path))
-    assert (code, "--trust: no such option" in out) == (2, True)
-
-
-@pytest.mark.usefixtures("malicious")
 def test_an_option_replaces_the_code_that_a_configuration_names(
     command: Command, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,7 +17,6 @@ from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.models.blocks import CompiledBlocks
-from megabatch.models.glyph import LENGTHS, TextFeatureTower
 from megabatch.models.layers import locked_towers
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig
@@ -35,8 +33,6 @@ from tests.similarity.distributed.processes import on_processes
 from tests.training.test_optimizer import NAMES, give_gradients, small
 from tests.training.toy import (
     CPU,
-    WIDTH,
-    Tower,
     batch_of,
     config_of,
     share_of,
@@ -107,51 +103,6 @@ def compare(processes: Processes, changes: dict[str, Any], tolerance: float = 1e
 def test_adamw(processes: Processes) -> None:
     for layout in LAYOUTS:
         compare(processes, {"parallel": layout, "grad_clip_norm": 0.1})
-
-
-class WithWords(nn.Module):
-    """Images beside bags of words, 0 being padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visual = Tower()
-        self.text = TextFeatureTower(WIDTH, buckets=50, width=8)
-        self.logit_scale = nn.Parameter(torch.tensor([1.5]))
-        self.widths: set[int] = set()
-
-    def forward(self, image: Tensor | None, text: Tensor | None) -> dict[str, Tensor | None]:
-        assert text is not None
-        self.widths.add(text.shape[1])
-        return {
-            "image_features": None if image is None else self.visual(image),
-            "text_features": F.normalize(self.text(text), dim=-1),
-            "logit_scale": self.logit_scale.exp(),
-        }
-
-
-@on_processes(2)
-def test_texts_without_their_padding(processes: Processes) -> None:
-    world = world_of(processes)
-    batches = []
-    for step in range(3):
-        batch = batch_of(step)
-        words = torch.randint(1, 50, (8, 40), generator=torch.manual_seed(step))
-        batch.texts = words * (torch.arange(40) < torch.randint(1, 41, (8, 1)))
-        batches.append(batch)
-    for layout in (None, *LAYOUTS):  # None: on one process
-        weights = []
-        for trim in (True, False):
-            config = config_of(parallel=layout or "ddp", trim_texts=trim)
-            torch.manual_seed(0)
-            module = WithWords().double()
-            ours = world if layout else None
-            trainer = trainer_of(config, ours, module=module, lengths={"text": LENGTHS})
-            for batch in batches:
-                part = share_of(batch, sizes_of(world.size), world.rank) if layout else batch
-                trainer.train_step(part)
-            weights.append(trainer.weights())
-            assert module.widths == {40} if not trim else len(module.widths) > 2
-        assert_alike(weights[0], weights[1], 1e-9)
 
 
 @on_processes(2)

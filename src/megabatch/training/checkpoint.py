@@ -28,10 +28,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megabatch.errors import UsageError, one_line
-from megabatch.files import replacing
+from megabatch.files import new_folder, replacing
 
 FORMAT = 1
-_PARTIAL = ".partial-"
 _NAME = re.compile(r"step-(\d+)")
 _TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 
@@ -65,24 +64,15 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             earlier ones stay.
     """
     place = folder / f"step-{checkpoint.state['step']:08d}"
-    partial = folder / f"{_PARTIAL}{place.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write_files(partial, checkpoint)
-        os.replace(partial, place)
+        with new_folder(place) as partial:
+            _write_files(partial, checkpoint)
         _flush_folder(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
+    except (OSError, SafetensorError, UsageError) as error:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; "
-            f"earlier ones are intact"
+            f"the checkpoint of step {checkpoint.state['step']} could not be written: "
+            f"{one_line(error)}; earlier ones are intact"
         ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return place
@@ -94,7 +84,7 @@ def load_newest(folder: Path) -> Checkpoint | None:
     Raises:
         CheckpointError: it is damaged.
     """
-    for partial in folder.glob(f"{_PARTIAL}*"):
+    for partial in folder.glob(".step-*.partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
     if not (found := _newest_first(folder)):
         return None

@@ -14,39 +14,30 @@ from rich.console import Console
 from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.data.fetch import random_state_kept
-from megabatch.errors import UsageError, naming
-from megabatch.imports import MissingLibrary, named_extras
+from megabatch.errors import naming
+from megabatch.imports import named_extras
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
 # Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
 
 
-def problems(config: TrainConfig, first: str) -> list[str]:
-    """Reasons why the evaluation would fail after hours of training.
+def check(config: TrainConfig, first: str) -> None:
+    """Raise a UsageError if the evaluation would fail after hours of training.
 
     `first`: the model's first input, "image" or "text".
     """
     if config.val_data is None:
-        return []
-    try:
+        return
+    with naming("--val-data"):
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
             if config.val_data == "glyphs":  # and digits too
                 importlib.import_module("sklearn.datasets")
-    except MissingLibrary as missing:
-        return [f"--val-data: {missing}"]
-    if config.val_data == "glyphs":
-        return []
-    from megabatch.evaluation.captions import open_val_data, reading_of
+                return
+        from megabatch.evaluation.captions import open_val_data, reading_of
 
-    try:
-        with naming("--val-data"):
-            reading = reading_of(vars(config))
-            open_val_data(config.val_data, config.model, first, reading)
-    except UsageError as error:
-        return [str(error)]
-    return []
+        open_val_data(config.val_data, config.model, first, reading_of(vars(config)))
 
 
 def evaluate(

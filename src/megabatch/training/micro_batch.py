@@ -92,8 +92,8 @@ class Room:
         if count == 1:
             return 0
         left = self.usable - max(self.peak, self.beside + trial.peak)
-        bytes_ = left if self.bound is None else min(left, self.bound)
-        return max(0, min(count - (self.ranks > 1), int(bytes_ // max(1.0, trial.graph))))
+        room = left if self.bound is None else min(left, self.bound)
+        return max(0, min(count - (self.ranks > 1), int(room // max(1.0, trial.graph))))
 
     def seconds(self, size: int, trial: Trial) -> float:
         """Seconds per pair in the towers, with the activations kept that fit."""
@@ -118,28 +118,21 @@ def search(
         first: the first size. trial: its measurements.
         room: what sizes have to fit in.
     """
-    tried = {first: trial}
-
-    def try_(size: int) -> bool:
-        """Try a size if that should fit, in memory and in time, by the largest one so far."""
+    tried, in_vain = {first: trial}, 0
+    doubled = [first << k for k in range(1, 32) if first << k < room.share]
+    for size in [*doubled, room.share] if first < room.share else []:
         most = max(tried)
         expected = tried[most].times(size / most)
-        if _PASSES * size * expected.seconds > SECONDS or not room.fits(size, expected):
-            return False
+        quick = _PASSES * size * expected.seconds <= SECONDS
+        worth_it = in_vain < 2 or size == room.share
+        if not (worth_it and quick and room.fits(size, expected)):
+            continue
         found = attempt(size)
-        if fits := room.fits(size, found):
-            tried[size] = found
-        return fits
-
-    size, in_vain = first, 0
-    while size * 2 < room.share and in_vain < 2:
+        if not room.fits(size, found):
+            continue
         best = min(room.seconds(each, one) for each, one in tried.items())
-        if not try_(size * 2):
-            break
-        size *= 2
-        in_vain = 0 if room.seconds(size, tried[size]) * (1 + GAIN) < best else in_vain + 1
-    if first < room.share:
-        try_(room.share)
+        in_vain = 0 if room.seconds(size, found) * (1 + GAIN) < best else in_vain + 1
+        tried[size] = found
     return tried
 
 

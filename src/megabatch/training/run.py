@@ -25,7 +25,7 @@ from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
 from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
 from megabatch.training import checkpoint
-from megabatch.training.checkpoint import Checkpoint
+from megabatch.training.checkpoint import Checkpoint, load_newest
 from megabatch.training.evaluating import evaluate, figures, keep_best
 from megabatch.training.interrupt import exit_code, signals_recorded
 from megabatch.training.log import Meter, Progress, duration, memory_bytes
@@ -337,7 +337,8 @@ class Run:
 
     def _restore(self) -> None:
         """Continue from the newest checkpoint, which rank 0 reads for all."""
-        found = self.world.attempt(self._read)
+        folder = self.folder / "checkpoints"
+        found = self.world.attempt(lambda: load_newest(folder) if self.world.main else None)
         state = self.world.from_main(None if found is None else found.state)
         if state is None:
             self.console.print(f"{self.folder} has no checkpoint yet: beginning at step 0")
@@ -349,17 +350,12 @@ class Run:
                 f"the {now} that were requested"
             )
         if before != now:
-            self.console.print(
-                f"the run's length changes from {before} to {plural(now, 'step')}, and the "
-                "learning rate schedule with it"
-            )
+            change = f"from {before} to {plural(now, 'step')}"
+            self.console.print(f"the run's length changes {change}, and the learning rates with it")
         self.world.attempt(lambda: self.loader.load_state_dict(state["loader"]))
         self.trainer.restore(found or Checkpoint({}, {}, state))
         self.meter = Meter(state["seconds"], state["waited"])
         self._saved_step = self.trainer.step
-
-    def _read(self) -> Checkpoint | None:
-        return checkpoint.load_newest(self.folder / "checkpoints") if self.world.main else None
 
     def _announce(self) -> None:
         config, trainer, size = self.config, self.trainer, self.world.size

@@ -96,9 +96,8 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     torch.manual_seed(config.seed)
     towers = build_towers(config)
     transform = train_transform(config, towers)
-    reasons = kind_problems(config, getattr(dataset, "first", "image"), towers.first)
-    if reasons := reasons or evaluating.problems(config, towers.first):
-        raise UsageError(all_of(reasons))
+    check_kind(config, getattr(dataset, "first", "image"), towers.first)
+    evaluating.check(config, towers.first)
     notes += model_notes(config, towers) + batch_norm_notes(config, towers, world.size)
     warmup = warmup_steps(config, total_steps)
     if config.warmup is None and warmup < DEFAULT_WARMUP:
@@ -129,25 +128,16 @@ def _check_ranks(setup: Setup) -> None:
     others than rank 0's they would draw their shares from another order of the pairs, or update
     their replicas differently.
     """
-    settings = {k: v for k, v in to_dict(setup.config).items() if k not in _OF_A_RANK}
-    tables = setup.world.gather((settings, len(setup.loader.dataset)))
-    first, pairs = tables[0]
-    for rank, (others, other_pairs) in enumerate(tables):
-        changed = [
-            f"{option(name)} is {value} on rank {rank}, {first[name]} on rank 0"
-            for name, value in others.items()
-            if value != first[name]
-        ]
-        if changed:
-            raise UsageError(
-                f"the processes have different settings: {', '.join(changed)} (give each the same "
-                "options, and the same --config or, with --resume alone, the run's folder)"
-            )
-        if other_pairs != pairs:
-            raise UsageError(
-                f"--train-data: {plural(other_pairs, 'pair')} on rank {rank}, {pairs:,} on rank 0; "
-                "expected the same files on all machines"
-            )
+    settings = to_dict(setup.config).items()
+    own = {option(name): value for name, value in settings if name not in _OF_A_RANK}
+    tables = setup.world.gather({**own, "number of pairs": len(setup.loader.dataset)})
+    for rank, table in enumerate(tables):
+        for name, value in table.items():
+            if value != tables[0][name]:
+                raise UsageError(
+                    f"the processes differ: {name} is {value} on rank {rank}, {tables[0][name]} on "
+                    "rank 0; expected the same options, --config, --resume folder and data"
+                )
 
 
 def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
@@ -218,17 +208,16 @@ def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torc
         ) from error
 
 
-def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
-    """Reasons why the first inputs of pairs, "image" or "text", do not suit the model."""
+def check_kind(config: TrainConfig, given: str, taken: str) -> None:
+    """Raise a UsageError if the first inputs of pairs, "image" or "text", do not suit the model."""
     if config.decode == "late" and taken == "text":
-        return [f"--decode late: {config.model} takes texts, which are not decoded"]
-    if given == taken:
-        return []
-    hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
-    return [
-        f"--model {config.model}: it takes {taken}s with texts, but {config.train_data} "
-        f"has {given}s{hint}"
-    ]
+        raise UsageError(f"--decode late: {config.model} takes texts, which are not decoded")
+    if given != taken:
+        hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
+        raise UsageError(
+            f"--model {config.model}: it takes {taken}s with texts, but {config.train_data} "
+            f"has {given}s{hint}"
+        )
 
 
 def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: int) -> list[str]:

@@ -13,7 +13,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -217,13 +216,8 @@ class Trackers(AbstractContextManager["Trackers"]):
             self._attempt(tracker, partial(add, curves, record["step"]))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # torchrun sends SIGTERM as soon as another rank has ended, when there may still be numbers
-        # to send, and the reason of the end is not printed yet.
-        handler = signal.signal(signal.SIGTERM, signal.SIG_IGN) if self._open else None
         for name, tracker in list(self._open.items()):
             self._attempt(name, partial(tracker.close, self.ended if kind is None else "failed"))
-        if handler is not None:
-            signal.signal(signal.SIGTERM, handler)
 
     def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:
         self._open[name] = TRACKERS[name](config, resumed_step)
