@@ -30,10 +30,10 @@ quickstart: $(VENV)/.installed-train
 
 # Many small tests: one thread each and about a process for each core (tests/conftest.py) is
 # twice as fast as the default.
-# Each process takes files in a row, whose fixtures it makes once, then some of the others'.
+# Each process takes one file after another, the longest first (tests/conftest.py).
 # Without bytecode, which some machines do not write, each of some 50 interpreters compiles anew.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "no CUDA device")'

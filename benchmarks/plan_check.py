@@ -7,7 +7,7 @@ Each measured configuration of the trainer in the records is planned anew, with 
 had and no other knowledge: the plan also chooses how many micro-batches are kept. The peak is the
 allocator's. The time is a step's, without waiting for data. The exit code is 1 if one deviates by
 more. Those that say "calibrates" are the ones from which the package's constants of the encoders
-come (`megabatch.planning.speeds.Speeds`); all others are predicted. Needs no GPU.
+come (`megabatch.planning.machine.Speeds`); all others are predicted. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ from megabatch.config.settings import TrainConfig
 from megabatch.gradient_cache.batches import equal_rows
 from megabatch.models import Towers, create
 from megabatch.models.layers import Tower
-from megabatch.planning import make_plan
-from megabatch.planning.machine import other_machine
-from megabatch.planning.micro_batches import TextLengths, cut
-from megabatch.planning.plan import Plan
-from megabatch.planning.speeds import datasheet
+from megabatch.planning.machine import datasheet, other_machine
+from megabatch.planning.micro_batches import TextLengths, Widths, cut
+from megabatch.planning.plan import Plan, Planner
 
 RESULTS = Path(__file__).parent / "results"
 #: The largest deviations of a plan from a measurement.
@@ -51,22 +49,22 @@ DIFFERENT = 16_384
 class EqualRows(TextLengths):
     """Texts of a run that sorted them and divided them into micro-batches of equal rows.
 
-    So did those of all records that do not say `equal_tokens`.
+    So did those of all records that do not say `equal_tokens`. A plan knows the mean micro-batch
+    alone: for the time of all, for the memory of those that are encoded once, the last ones.
 
     kept: the number of micro-batches that were encoded once.
     """
 
     kept: int = 0
+    of_memory: bool = False
 
-    def micro_batches(
-        self, tower: Tower, context: int, rows: int, count: int
-    ) -> list[tuple[int, int, int]]:
-        """Rows of each micro-batch, and the tokens of its first text, the longest one."""
+    def widths(self, tower: Tower, context: int, rows: int, count: int) -> Widths:
+        """As each micro-batch's first text, the longest one."""
         sample = sorted(self.samples[tower], reverse=True)
-        return [
-            (part.stop - part.start, cut(sample[part.start * len(sample) // rows], context), 1)
-            for part in equal_rows(rows, -(-rows // count))
-        ]
+        parts = equal_rows(rows, -(-rows // count))
+        cuts = [cut(sample[part.start * len(sample) // rows], context) for part in parts]
+        meant = cuts[-max(1, self.kept) :] if self.of_memory else cuts
+        return Widths(sum(meant) / len(meant), cuts[0], cuts[0])
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens those that are kept may have in another batch, on average.
@@ -118,7 +116,12 @@ class Measured:
         sheet = datasheet(self.device)
         assert sheet is not None
         machine = other_machine(self.gpus, sheet.capacity, self.device)
-        return make_plan(self.config, self.towers, machine, lengths=self.lengths)
+        planner = Planner(self.config, self.towers, machine, lengths=self.lengths)
+        plan = planner.plan()
+        if not isinstance(self.lengths, EqualRows):
+            return plan
+        planner.lengths = replace(self.lengths, of_memory=True)
+        return replace(planner.plan(), step=plan.step)
 
 
 def measured(file: Path) -> Iterator[Measured]:

@@ -311,7 +311,7 @@ def by_trainer(
             seconds.append(Clock.now(options.device) - begun)
 
     extra = memory.extra_bytes(steps, options.device)
-    encoder = towers.module.first.encoder.state_dict()
+    encoder = towers.module.visual.encoder.state_dict()
     absent, _ = model[0].auto_model.load_state_dict(encoder, strict=False)
     assert all(name.startswith("pooler.") for name in absent)  # of another task
     rows, kept = trainer.division.rows, trainer.division.kept

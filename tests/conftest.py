@@ -5,12 +5,14 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -79,6 +81,15 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return int(os.getenv("PYTEST_XDIST_AUTO_NUM_WORKERS") or (cores or 1) + 1)
 
 
+def pytest_xdist_setupnodes(specs: list[Any]) -> None:
+    """The workers fork from the server, which costs them no import of the libraries."""
+    from tests.server import SHARED, start_server
+
+    os.environ[SHARED] = start_server()
+    for spec in specs:
+        spec.python = shlex.join([sys.executable, str(Path(__file__).with_name("server.py"))])
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _CACHE in config.stash:
         shutil.rmtree(config.stash[_CACHE], ignore_errors=True)
@@ -101,8 +112,33 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+#: Files that take long. They begin first: none of them then runs on while other workers idle.
+LONGEST = (
+    "examples/test_examples.py",
+    "benchmarks/test_scripts.py",
+    "benchmarks/machinery/test_scaling.py",
+    "training/test_run_parallel.py",
+    "losses/test_everywhere.py",
+    "training/test_parallel.py",
+    "integrations/test_sentence_transformers_training.py",
+    "training/test_plan_command.py",
+    "planning/test_plan.py",
+    "similarity/triton/test_softmax.py",
+    "similarity/test_edges.py",
+    "similarity/distributed/test_fuzz.py",
+    "similarity/triton/test_compiles.py",
+)
+
+
+def _place(item: pytest.Item) -> int:
+    """The place of a test's file in the order in which workers take files."""
+    name = item.nodeid.partition("::")[0].removeprefix("tests/")
+    return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Function]) -> None:
     skip = pytest.mark.skip(reason="needs a CUDA device")
+    items.sort(key=_place)
     for item in items:
         # The kernels' tests run on a GPU where there is one: `make test-gpu` takes them along.
         if torch.cuda.is_available() and "similarity/triton" in item.nodeid:

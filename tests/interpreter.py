@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ with contextlib.suppress(ImportError):
     import triton
     import triton.language as tl
     from triton.runtime import interpreter
+
+    _block_type = tl.core.block_type.__init__
 
 
 def mend() -> None:
@@ -26,6 +29,10 @@ def mend() -> None:
     interpreter._get_np_dtype = functools.partial(
         _numpy_dtype, functools.cache(interpreter._get_np_dtype)
     )
+    semantic = type(interpreter.interpreter_semantic)
+    semantic.broadcast_impl_value = _broadcast_of(semantic.broadcast_impl_value)
+    tl.core.tensor.__init__ = _init_tensor
+    tl.core.block_type.__init__ = _init_block_type
     # Overflows are looked for at each sum of integers, but told with `debug` only, which is off.
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
@@ -53,6 +60,42 @@ def _patch_once(patch_lang: Callable[[Any], Any], function: Any) -> Any:
 def _patch_tensor(patch_tensor: Callable[..., Any], tensor: Any, *scope: Any) -> None:
     patch_tensor(tensor, *scope)
     tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+def _broadcast_of(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's, which broadcasts tensors of the same shape, too."""
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        same = lhs.handle.data.shape == rhs.handle.data.shape
+        both = lhs.type.is_block() == rhs.type.is_block()
+        return (lhs, rhs) if same and both else broadcast(self, lhs, rhs)
+
+    return broadcast_impl_value
+
+
+def _init_tensor(self: Any, handle: Any, type: Any) -> None:
+    """As Triton's, which makes constants of a shape for each tensor."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _constants(*type.shape) if type.is_block() else _constants()
+
+
+@functools.cache
+def _constants(*shape: int) -> tuple[Any, Any]:
+    return tl.tuple([tl.constexpr(s) for s in shape]), tl.constexpr(math.prod(shape))
+
+
+def _init_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """As Triton's, which checks and writes out the shape for each type."""
+    self.element_ty = element_ty
+    self.shape, self.numel, words = _block(*(getattr(size, "value", size) for size in shape))
+    self.name = f"<{words}, {element_ty}>"
+
+
+@functools.cache
+def _block(*shape: int) -> tuple[Any, int, str]:
+    block = object.__new__(tl.core.block_type)
+    _block_type(block, tl.int32, list(shape))
+    return block.shape, block.numel, str(block.shape)
 
 
 def _numpy_dtype(of_scalar: Callable[[Any], Any], dtype: Any) -> Any:

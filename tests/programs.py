@@ -1,28 +1,23 @@
 """Python programs in processes of their own that start with torch imported.
 
-As `subprocess` does with `[sys.executable, *words]`, but forked from the server that checks of
-several processes come from (tests/similarity/distributed/processes.py): importing torch and
-megabatch takes a program seconds, which are most of what a short one takes.
+As `subprocess` does with `[sys.executable, *words]`, but forked from the tests' server (server.py):
+importing torch and megabatch takes a program seconds, which are most of what a short one takes.
 """
 
 from __future__ import annotations
 
-import atexit
-import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from tests.similarity.distributed.processes import forked
+from tests.server import forked, run_program
 
 ROOT = Path(__file__).parents[1]
 _subprocess_run = subprocess.run
@@ -98,43 +93,7 @@ def completed(
 
 def _run(words: list[str], environment: Mapping[str, str], files: Sequence[Path]) -> NoReturn:
     os.setsid()
-    multiprocessing.set_start_method(None, force=True)  # of its own processes, as in any program
-    os.environ.clear()
-    os.environ.update(environment)
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
-    try:
-        _execute(words)
-        code = 0
-    except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
-        if code and not isinstance(leaving.code, int):
-            print(leaving.code, file=sys.stderr)
-    except BaseException:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        code = 1
-    _leave(code)
-
-
-def _execute(words: list[str]) -> None:
-    if words[0] == "-c":
-        sys.argv = ["-c", *words[2:]]
-        sys.path.insert(0, "")
-        exec(compile(words[1], "<string>", "exec"), {"__name__": "__main__"})
-    elif words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
-
-
-def _leave(code: int) -> NoReturn:
-    """As the interpreter ends: threads, then what libraries registered."""
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    run_program(words, environment)

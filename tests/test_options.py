@@ -39,7 +39,6 @@ PARSER = Parser(
     (Settings,),
     "prog",
     "A program.",
-    groups={"learning_rate": "rates"},
     elsewhere={"--old-size": "use --batch-size"},
 )
 
@@ -100,7 +99,7 @@ def test_what_is_wrong_is_told(words: str, message: str) -> None:
 
 
 def test_an_empty_path_is_none() -> None:
-    with pytest.raises(UsageError, match=r"^place : expected a path$"):
+    with pytest.raises(UsageError, match=r"^PLACE : expected a path$"):
         PARSER.parse([""])
 
 
@@ -115,7 +114,7 @@ def test_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     for line in (
         "usage: prog [OPTIONS]\n\nA program.\n\npositional arguments:\n  PLACE ",
         f"  --batch-size N       Pairs, 100% of them; see also{pad}{names}",
-        f"{pad}(default: 4)\n\nrates:\n  --learning-rate X    Default: none.\n",
+        f"{pad}(default: 4)\n  --learning-rate X    Default: none.\n",
         "  --kind {one,two}     Which kind. (default: one)\n",
         "  --sizes [N ...]      Some sizes.\n  --check, --no-check  Look first. (default: on)\n",
         f"  --share X            Of everything. Less is more.{pad}(default: 0.5)\n",

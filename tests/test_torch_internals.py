@@ -99,10 +99,10 @@ def storages() -> None:
 
 def compiled_in_place() -> None:
     module = torch.nn.Linear(2, 2)
-    assert getattr(module, torch_internals.COMPILED_CALL) is None
+    assert module._compiled_call_impl is None
     module.compile(backend="eager")
-    assert getattr(module, torch_internals.COMPILED_CALL) is not None
-    replaced = {torch_internals.COMPILED_CALL: lambda x: "called"}
+    assert module._compiled_call_impl is not None
+    replaced = {"_compiled_call_impl": lambda x: "called"}
     vars(module).update(replaced)
     assert module(torch.ones(2)) == "called"
 
@@ -118,7 +118,7 @@ def compiled_inside() -> None:
     before = module(torch.ones(2))
     module.register_forward_hook(lambda m, args, output: output + 1)
     torch_internals.mark_compiled_in_place(module)
-    assert getattr(module, torch_internals.COMPILED_CALL) is not None
+    assert module._compiled_call_impl is not None
     assert torch.equal(module(torch.ones(2)), before + 1)
 
 

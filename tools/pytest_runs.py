@@ -22,7 +22,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 #: What `make test` gives to pytest.
-ARGUMENTS = ("-q", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+ARGUMENTS = (
+    *("-q", "-n", "auto", "--maxprocesses", "4"),
+    *("--dist", "loadfile", "--no-loadscope-reorder"),
+)
 #: and its environment: many small tests, a process for each core, bytecode that is kept.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
 #: Characters of each failure's message that are kept.

@@ -34,8 +34,7 @@ def icon_small(options: ModelOptions) -> Towers:
     Raises:
         UsageError: `force_image_size` is no multiple of 8, or this model lacks an option.
     """
-    if given := options.given("hf_pooling", "hf_share"):
-        raise UsageError(f"{', '.join(given)}: icon-small has no such option")
+    options.refuse("icon-small", "hf_pooling", "hf_share")
     size = options.force_image_size or IMAGE_SIZE
     if size < PATCH or size % PATCH:
         raise UsageError(f"--force-image-size {size}: icon-small takes multiples of {PATCH}")

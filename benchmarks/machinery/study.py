@@ -31,7 +31,11 @@ from megabatch.config.objective import Objective, create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.data.order import Order, Part
-from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
+from megabatch.evaluation.retrieval import (
+    answers_by_ids,
+    chance_by_answers,
+    retrieval_metrics,
+)
 from megabatch.training.setup import build_towers
 from megabatch.training.trainer import Trainer, TrainingStopped
 
@@ -264,7 +268,7 @@ def evaluate(module: Any, test: Pairs) -> dict[str, float]:
 
 def chance(test: Pairs) -> dict[str, float]:
     """The same figures of answers in random order."""
-    return means(chance_metrics(test.ids, distinct(test)[1], ks=KS))
+    return means(chance_by_answers(answers_by_ids(test.ids, distinct(test)[1]), ks=KS))
 
 
 def means(figures: dict[str, float]) -> dict[str, float]:

@@ -21,7 +21,7 @@ COMMANDS = {
     "export": ("megabatch.export.command:main", "write a run's model for other libraries"),
     "data glyphs": ("megabatch.data.command:glyphs", "write the built-in glyphs as shards"),
     "data inspect": ("megabatch.data.command:inspect", "read samples of a data set"),
-    "models": ("megabatch.models.command:main", "list the models that can be trained"),
+    "models": ("megabatch.models.names:main", "list the models that can be trained"),
     "plan": ("megabatch.training.plan_command:main", "estimate memory and time of a step"),
     "bench loss": ("megabatch.benchmarking.bench:main", "compare megabatch with its peers"),
 }

@@ -27,8 +27,7 @@ class Parser:
 
     Args:
         classes: dataclasses whose fields are the options; a bool is `--name` and `--no-name`.
-        prog, description: for the help.
-        groups: headings of the help, by the first field below each.
+        prog, description: for the help; without a description there is none.
         elsewhere: options of other programs, each with its replacement.
         common: fields that `--help` lists, while `--help-all` lists all; none: both list all.
     """
@@ -36,7 +35,6 @@ class Parser:
     classes: tuple[type, ...]
     prog: str
     description: str
-    groups: Mapping[str, str] = field(default_factory=dict)
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     common: Collection[str] = ()
 
@@ -64,19 +62,17 @@ class Parser:
             formatter_class=_Help,
             argument_default=argparse.SUPPRESS,
             allow_abbrev=False,
+            add_help=bool(self.description),
         )
         if self.common:
             about = f"show all {len(settings)} options and exit"
             parser.add_argument("--help-all", action="help", help=about)
-        group: Any = parser
         helped = {"-h", "--help", "--help-all"} & {*argv}
         short = self.common and "--help-all" not in argv
-        texts = {k: v for cls in self.classes * bool(helped) for k, v in _texts(cls).items()}
+        texts = {k: v for cls in self.classes * bool(helped) for k, v in option_texts(cls).items()}
         for name, setting in settings.items():
-            if name in self.groups and not short:
-                group = parser.add_argument_group(self.groups[name])
             hidden = short and name not in self.common
-            _add(group, setting, None if hidden else texts.get(name, ""))
+            _add(parser, setting, None if hidden else texts.get(name, ""))
         return parser
 
     def _not_known(self, words: Sequence[str], settings: Collection[str]) -> list[str]:
@@ -94,14 +90,13 @@ class Parser:
 def parse(cls: Callable[..., T], argv: Sequence[str], *, prog: str) -> T:
     """Parse a command's options into an instance of the dataclass that declares them.
 
-    Its docstring is the command's description, its `GROUPS` the headings of the help, if it has.
+    Its docstring is the command's description.
 
     Raises:
         UsageError, SystemExit: as `Parser.parse`.
     """
     assert isinstance(cls, type)
-    parser = Parser((cls,), prog, inspect.getdoc(cls) or "", getattr(cls, "GROUPS", {}))
-    return cls(**parser.parse(argv))
+    return cls(**Parser((cls,), prog, inspect.getdoc(cls) or "").parse(argv))
 
 
 class _Arguments(argparse.ArgumentParser):
@@ -121,25 +116,24 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join("\n".join(self._split_lines(part, width)) for part in parts)
 
 
-def _add(group: Any, setting: Setting, text: str | None) -> None:
+def _add(parser: argparse.ArgumentParser, setting: Setting, text: str | None) -> None:
     """Add an option to a parser; without a text the help does not list it."""
-    positional, required = setting.mark(Positional), setting.default is MISSING
-    names = [setting.name if positional else option(setting.name)]
+    required, first = setting.default is MISSING, setting.kinds[0]
     more: dict[str, Any] = {"help": argparse.SUPPRESS if text is None else _help(setting, text)}
+    name = option(setting.name)
     if setting.kinds == (bool,):
-        action = group.add_argument(*names, action=argparse.BooleanOptionalAction, **more)
+        action = parser.add_argument(name, action=argparse.BooleanOptionalAction, **more)
         action.help = more["help"]  # to which Python 3.10 adds the default
         return
-    first = setting.kinds[0]
-    words = "{" + ",".join(setting.words) + "}" if isinstance(first, str) else "TEXT"
-    more["metavar"] = positional.metavar if positional else _METAVARS.get(first, words)
     if setting.many:
         more["nargs"] = "+" if required else "*"
-    elif positional and not required:
-        more["nargs"] = "?"
-    if required and not positional:
-        more["required"] = True
-    group.add_argument(*names, type=_reader(setting, names[0]), **more)
+    if positional := setting.mark(Positional):
+        more = {"nargs": None if required else "?", "metavar": positional.metavar, **more}
+        parser.add_argument(setting.name, type=_reader(setting, positional.metavar), **more)
+    else:
+        words = "{" + ",".join(setting.words) + "}" if isinstance(first, str) else "TEXT"
+        more |= {"required": required, "metavar": _METAVARS.get(first, words)}
+        parser.add_argument(name, type=_reader(setting, name), **more)
 
 
 def _reader(setting: Setting, name: str) -> Callable[[str], Any]:
@@ -170,7 +164,7 @@ def _help(setting: Setting, text: str) -> str:
     return " ".join(parts).replace("%", "%%")
 
 
-def _texts(cls: type) -> dict[str, str]:
+def option_texts(cls: type) -> dict[str, str]:
     """The docstring below each field."""
     tree: Any = ast.parse(textwrap.dedent(inspect.getsource(cls)))
     found = {}

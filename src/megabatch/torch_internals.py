@@ -99,13 +99,9 @@ def parametrizations_not_cached() -> Iterator[None]:
         module._cache_enabled, module._cache = before
 
 
-#: The attribute that `nn.Module.compile` sets; the module then runs it instead of `forward`.
-COMPILED_CALL = "_compiled_call_impl"
-
-
 def mark_compiled_in_place(module: nn.Module) -> None:
     """Mark a module whose `forward` alone is compiled as `module.compile()` marks it."""
-    vars(module)[COMPILED_CALL] = module._call_impl
+    vars(module)["_compiled_call_impl"] = module._call_impl  # run instead of `forward`
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.similarity.distributed.processes import start_server
+from tests.server import start_server
 
 SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 DTYPES = ("float64",)

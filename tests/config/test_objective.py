@@ -16,6 +16,7 @@ from megabatch.config.objective import create_objective
 from megabatch.errors import UsageError
 from megabatch.losses.registry import TRAINABLE, describe_losses
 from megabatch.models import ModelOptions
+from megabatch.options import option_texts
 from megabatch.training import TrainConfig
 
 IDS = torch.tensor([7, 3, 7, 1, 7, 3])
@@ -101,6 +102,13 @@ def test_model_planner_and_help_read_the_entry() -> None:
     options = ModelOptions.of({"loss": "siglip"})
     assert (options.init_logit_scale, options.init_logit_bias) == (math.log(10), -10.0)
     assert "; siglip: a sigmoid for each pair on its own;" in describe_losses()
+
+
+@pytest.mark.parametrize("value", ["positives", "ignored"])
+def test_help_names_the_losses_that_treat_duplicates_so(value: str) -> None:
+    names = [name for name, loss in TRAINABLE.items() if value in loss.duplicates]
+    text = " ".join(option_texts(TrainConfig)["duplicates"].split())
+    assert f"{value}: {' and '.join(names)} only" in text
 
 
 # --- of the user's own ----------------------------------------------------------------------------

@@ -98,8 +98,21 @@ def test_a_schedule_has_to_fit_into_the_run() -> None:
 
 def test_a_device_is_one_of_this_machine() -> None:
     assert resolve_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("cpu", 3) == torch.device("cpu")
     with pytest.raises(UsageError, match=r"--device cuda:99: this machine has \d+ CUDA devices?"):
         resolve_device("cuda:99")
-    with pytest.raises(UsageError, match="--device tpu: expected auto, cpu, cuda or cuda:N"):
-        resolve_device("tpu")
+
+
+def test_each_of_several_processes_takes_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert resolve_device("auto", 3) == torch.device("cuda", 3)
+    assert resolve_device("cuda", 0) == torch.device("cuda", 0)
+    for name, rank, message in (
+        ("cuda:1", 1, "cuda:1: expected cuda or auto, as each process takes its own"),
+        ("cuda", 4, "cuda: this machine has 4 CUDA devices"),
+        ("gpu", 0, "gpu: expected auto, cpu, cuda or cuda:N"),
+    ):
+        with pytest.raises(UsageError, match=f"--device {message}"):
+            resolve_device(name, rank)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # as srun --gpus-per-task=1 shows it
+    assert resolve_device("cuda", 3) == torch.device("cuda", 0)

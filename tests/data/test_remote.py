@@ -13,7 +13,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megabatch.config.command_line import parse
+from megabatch.config.file import parse
 from megabatch.data import open_pairs
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, save_config

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,19 +14,19 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.samples import Sample
+from megabatch.evaluation.samples import Sample, Samples
 
 NAMES = ("digit_zero", "digit_one", "digit_two", "digit_three")
 
 
 @dataclass
-class ImageList:
+class ImageList(Samples):
     images: Sequence[Any]
 
     def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Sample[int]:
+    def __getitem__(self, index: int) -> Sample:
         return Sample(self.images[index], index, str(index))
 
 
@@ -103,17 +102,4 @@ def caption_table(folder: Path, n: int) -> Path:
     rows = [(names[i], texts[i][j]) for j in range(3) for i in range(n) if j < len(texts[i])]
     path = folder / "pairs.csv"
     path.write_text("filepath,title\n" + "".join(f'{name},"{text}"\n' for name, text in rows))
-    return path
-
-
-def coco(folder: Path, n: int) -> Path:
-    names, texts = write_pictures(folder / "images", n), captions(n)
-    document = {
-        "images": [{"id": 70 + i, "file_name": names[i]} for i in range(n)],
-        "annotations": [
-            {"image_id": 70 + i, "caption": text} for i in range(n) for text in texts[i]
-        ],
-    }
-    path = folder / "captions.json"
-    path.write_text(json.dumps(document))
     return path

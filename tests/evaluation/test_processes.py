@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from megabatch import retrieval_metrics
 from megabatch.errors import UsageError
-from megabatch.evaluation import classification
+from megabatch.evaluation import probe, tasks
 from megabatch.evaluation.config import EvalConfig
 from megabatch.evaluation.retrieval import answers_by_pairs, metrics_by_answers
 from megabatch.evaluation.run import evaluate
@@ -49,25 +49,26 @@ def _run_folder(folder: Path) -> Path:
 
 @on_processes(2)
 def test_an_evaluation_on_two_processes_equals_one(world: World) -> None:
-    folder = world.folder / f"evaluation-{world.rank}"
-    run = _run_folder(folder)
+    folder = _run_folder(world.folder / f"evaluation-{world.rank}")
     (folder / "templates.txt").write_text("{}\na {}\n")
-    table = caption_table(folder / "pairs", 150)
+    caption_table(folder / "pairs", 150)
     os.truncate(folder / "pairs" / "5.png", 10)
-    settings = {
-        "run": run,
-        "val_data": str(table),
-        "class_data": str(image_folder(folder / "test", 20)),
-        "class_train_data": str(image_folder(folder / "train", 12, seed=500)),
-        "templates": str(folder / "templates.txt"),
+    image_folder(folder / "test", 20)
+    image_folder(folder / "train", 12, seed=500)
+    settings: dict[str, Any] = {
+        "run": Path("."),
+        "val_data": "pairs/pairs.csv",
+        "class_data": "test",
+        "class_train_data": "train",
+        "templates": "templates.txt",
         "device": "cpu",
         "batch_size": 32,
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megabatch.evaluation.run.write_report", lambda *_: None)
+        patch.chdir(folder)
+        patch.setattr(probe, "_ITERATIONS", 20)
         alone = evaluate(EvalConfig(**settings, output=folder / "alone"), group="local")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(classification, "_ROWS", 16)
+        patch.setattr(tasks, "_ROWS", 16)
         both = evaluate(EvalConfig(**settings, output=folder / "both"))
     pairs = alone["retrieval"]["pairs"]
     assert pairs["skipped"] == {"undecodable image": 1}
@@ -97,15 +98,15 @@ def test_other_files_or_settings_on_one_process_are_refused(world: World) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tables[world.rank].parents[1])
         with pytest.raises(
-            UsageError, match=r"^samples of .* tasks: \[4\] on rank 1, \[3\] on rank 0;"
+            UsageError, match=r"^number of samples of pairs: 3, 4 by rank; expected"
         ):
             evaluate(EvalConfig(model="glyph-small", **settings))
         patch.chdir(tables[0].parents[1])
-        with pytest.raises(UsageError, match=r"^--batch-size: 8 on rank 1, 7 on rank 0; expected"):
+        with pytest.raises(UsageError, match=r"^--batch-size: 7, 8 by rank; expected the same"):
             evaluate(EvalConfig(model="glyph-small", batch_size=7 + world.rank, **settings))
         state = create("glyph-small").module.state_dict()
         state["logit_scale"] += world.rank
         save_file(state, "some.safetensors")
         pretrained = Path("some.safetensors")
-        with pytest.raises(UsageError, match=r"^checksum of the weights: \d+ on rank 1, "):
+        with pytest.raises(UsageError, match=r"^checksum of the weights: \d+, \d+ by rank; "):
             evaluate(EvalConfig(model="glyph-small", pretrained=pretrained, **settings))

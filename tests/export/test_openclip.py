@@ -84,7 +84,7 @@ def test_a_size_that_open_clip_cannot_load_is_refused(tmp_path: Path) -> None:
     export_run(tmp_path / "own", to="openclip", output=tmp_path / "out")
     write_run(tmp_path / "other", f"local-dir:{folder}", force_image_size=96)
     with pytest.raises(
-        UsageError, match=r"cannot load .* with --force-image-size 96, as it builds"
+        UsageError, match=r"with --force-image-size 96, but OpenCLIP builds .* own size, 160"
     ):
         export_run(tmp_path / "other", to="openclip", output=tmp_path / "none")
     assert not (tmp_path / "none").exists()

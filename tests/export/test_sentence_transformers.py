@@ -39,7 +39,8 @@ def assert_equal(found: Any, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_encode_gives_the_runs_embeddings(bert: Path, tmp_path: Path, pooling: str) -> None:
-    towers = write_run(tmp_path / "run", f"hf:{bert}", hf_pooling=pooling, loss="infonce")
+    settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
+    towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
     assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
     with reports() as logged:
         model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
@@ -48,33 +49,16 @@ def test_encode_gives_the_runs_embeddings(bert: Path, tmp_path: Path, pooling: s
     assert_equal(model.encode(TEXTS), expected)
     for text, one in zip(TEXTS, expected, strict=True):  # without any padding
         assert_equal(model.encode(text), one)
-    assert model.similarity_fn_name == "cosine"
-    assert model.prompts.get("query", "") == ""
+    assert (model.similarity_fn_name, model.max_seq_length) == ("cosine", 6)
 
 
-def test_texts_are_cut_where_the_run_cut_them(bert: Path, tmp_path: Path) -> None:
-    towers = write_run(tmp_path / "run", f"hf:{bert}", force_context_length=6)
-    export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
-    model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
-    assert model.max_seq_length == 6
-    found = model.tokenizer(TEXTS[3:], truncation=True, return_tensors="pt")["input_ids"]
-    assert torch.equal(found, towers.tokenizer(TEXTS[3:]))
-    assert_equal(model.encode(TEXTS), ours(towers)[1])
-
-
-def test_two_encoders_become_a_router(bert: Path, tmp_path: Path) -> None:
+def test_two_encoders_become_two_models(bert: Path, tmp_path: Path) -> None:
     towers = write_run(tmp_path / "run", f"hf:{bert}", hf_share=False, hf_pooling="cls")
-    notes = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
-    assert [note for note in notes if "encode_query" in note]
-    with reports() as logged:
-        model = library.SentenceTransformer(str(tmp_path / "out"), device="cpu")
-    assert not logged
-    queries, documents = ours(towers)
-    assert not torch.allclose(queries, documents, atol=1e-3)
-    assert_equal(model.encode_query(TEXTS), queries)
-    assert_equal(model.encode_document(TEXTS), documents)
-    with pytest.raises(ValueError, match="query"):  # which of the two is not guessed
-        model.encode(TEXTS)
+    [note] = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
+    assert note.startswith("there are two models, in its folders query and document")
+    for side, expected in zip(("query", "document"), ours(towers), strict=True):
+        model = library.SentenceTransformer(str(tmp_path / "out" / side), device="cpu")
+        assert_equal(model.encode(TEXTS), expected)
 
 
 def test_weights_are_float32_though_the_folder_had_less(bert: Path, tmp_path: Path) -> None:

@@ -41,24 +41,6 @@ from megabatch.integrations.sentence_transformers import (  # noqa: E402
 SAMPLES = 16
 
 
-def options(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 0.05,
-        "num_train_epochs": 1,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_strategy": "no",
-    }
-
-
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -81,11 +63,25 @@ def train(
     folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
 ) -> Any:
     # Without clipping, SGD's steps are proportional to the gradients and show a wrong factor.
-    plain = {"optim": "sgd", "learning_rate": 0.02, "max_grad_norm": 1000.0}
-    settings = options(folder / "run") | plain | arguments
+    options: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_grad_norm": 1000.0,
+        "num_train_epochs": 1,
+        "optim": "sgd",
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_strategy": "no",
+    }
     trainer = library.SentenceTransformerTrainer(
         model,
-        library.SentenceTransformerTrainingArguments(**settings),
+        library.SentenceTransformerTrainingArguments(**options, **arguments),
         train_dataset=data,
         eval_dataset=data,
         loss=make_loss(model),
@@ -140,14 +136,6 @@ def test_trains_as_the_library_does(folder: Path) -> None:
     train_both(folder, functools.partial(ranking_loss, settings), texts(4))
 
 
-def test_trains_as_the_library_does_inside_matryoshka_loss(folder: Path) -> None:
-    def matryoshka(kind: Any, model: Any) -> Any:
-        loss = kind(model, mini_batch_size=3)
-        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
-
-    train_both(folder, matryoshka, texts(2))
-
-
 def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
     def each(kind: Any, model: Any) -> Any:
         symmetric = {"directions": SYMMETRIC, "partition_mode": "per_direction"}
@@ -187,34 +175,7 @@ def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
     def matryoshka(kind: Any, model: Any) -> Any:
         return losses.MatryoshkaLoss(model, kind(model), [WIDTH, 6])
 
-    train_both(
-        folder,
-        functools.partial(ranking_loss, {}),
-        texts(3),
-        loss_classes=loss_classes,
-        make_model=static,
-    )
-    train_both(folder, matryoshka, texts(2), loss_classes=loss_classes)
-
-
-def test_model_cards_show_the_loss(folder: Path) -> None:
-    model = bert(folder)
-    loss = MegabatchRankingLoss(model, scale=30, directions=SYMMETRIC, mini_batch_size=3)
-    theirs = losses.CachedMultipleNegativesRankingLoss(
-        model, scale=30, directions=SYMMETRIC, mini_batch_size=3
-    )
-    assert loss.get_config_dict() == theirs.get_config_dict()
-    trainer = train(folder, model, lambda _: loss, texts(2))
-    trainer.create_model_card()
-    card = (folder / "run" / "README.md").read_text()
-    for part in (
-        "megabatch.integrations.sentence_transformers.MegabatchRankingLoss",
-        '"scale": 30',
-        '"mini_batch_size": 3',
-        "@misc{gao2021scaling",
-        "@misc{cheng2024breaking",
-    ):
-        assert part in card
+    train_both(folder, matryoshka, texts(3), loss_classes=loss_classes, make_model=static)
 
 
 def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:

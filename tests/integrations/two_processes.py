@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.training.world import leave
-from tests.similarity.distributed.processes import forked, join, new_store, torchrun_environment
+from tests.server import forked
+from tests.similarity.distributed.processes import join, new_store, torchrun_environment
 
 SIZE = 2
 SECONDS = 120  # that all checks may take

@@ -11,9 +11,9 @@ from torch import nn
 
 from megabatch.models import create
 from megabatch.models.blocks import (
-    CompiledBlocks,
     blocks,
     checkpoint_activations,
+    compile_blocks,
     lists_to_compile,
 )
 from tests.models.tiny import TINY
@@ -46,7 +46,7 @@ def test_the_first_layers_of_images_are_compiled_too(graphs: list[Any]) -> None:
     model = create(TINY).module.eval()
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     expected = model.encode_image(pixels)  # type: ignore[operator]
-    CompiledBlocks(model, backend=counting(graphs))
+    compile_blocks(model, backend=counting(graphs))
     assert torch.equal(model.encode_image(pixels), expected)  # type: ignore[operator]
     assert len(graphs) == 3  # one of them of the blocks
 
@@ -66,7 +66,7 @@ def test_blocks_are_computed_again_and_compiled_under_their_own_names() -> None:
     assert len(passes) == 2 * len(blocks(model))  # forward, and again in the backward pass
     for hook in hooks:
         hook.remove()
-    CompiledBlocks(model, backend="eager")
+    compile_blocks(model, backend="eager")
     torch.testing.assert_close(model(images, texts)["image_features"], expected)
     assert list(model.state_dict()) == names
 
@@ -94,7 +94,7 @@ def counting(graphs: list[Any]) -> Any:
 
 def test_blocks_share_a_graph_per_tower_and_number_of_rows(graphs: list[Any]) -> None:
     model = toy()
-    CompiledBlocks(model, ["text"], backend=counting(graphs))
+    compile_blocks(model, ["text"], backend=counting(graphs))
     for rows in (5, 3, 4, 5):
         model(features(rows), features(rows))
     assert len(graphs) == 3 + 1  # each number of rows of images; texts once
@@ -111,32 +111,13 @@ def test_blocks_with_constants_of_their_own_are_all_compiled(graphs: list[Any]) 
 
     model = nn.Module()
     model.visual = nn.Sequential(*(Scaled(i / 10) for i in range(10)))
-    CompiledBlocks(model, backend=counting(graphs))
+    compile_blocks(model, backend=counting(graphs))
     model.visual(torch.ones(3, 2))
     assert len(graphs) == 10
 
 
-def test_blocks_that_cannot_be_compiled_run_uncompiled() -> None:
-    def failing(graph: Any, inputs: Any) -> Any:
-        raise NotImplementedError("no\nkernel for that")
-
-    model, images, texts = toy(), features(5), features(5)
-    expected = model(images, texts)
-    told: list[str] = []
-    CompiledBlocks(model, tell=told.append, backend=failing)
-    for _ in range(2):
-        assert all(torch.equal(v, expected[k]) for k, v in model(images, texts).items())
-    assert [line.split(":")[0] for line in told] == [
-        "torch.compile fails for visual.blocks, which run uncompiled",
-        "torch.compile fails for text.blocks, which run uncompiled",
-    ]
-    assert "no kernel for that" in told[0]
-
-
 def test_an_error_of_a_block_itself_is_raised() -> None:
     model = toy()
-    told: list[str] = []
-    CompiledBlocks(model, tell=told.append, backend="eager")
+    compile_blocks(model, backend="eager")
     with pytest.raises(RuntimeError, match="normalized_shape"):
         model.visual.blocks[0](features(5)[:, 1:])
-    assert told == []

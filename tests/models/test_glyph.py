@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 import pickle
 import zlib
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors.torch import save_file
 
-from megabatch.errors import UsageError
 from megabatch.models import Towers, create
 from megabatch.models.glyph import GlyphTransform, HashingTokenizer, features
 
@@ -29,9 +26,7 @@ def pictures(count: int) -> torch.Tensor:
     return torch.randint(0, 256, (count, 1, 32, 32), dtype=torch.uint8)
 
 
-def test_features_are_normalised_and_the_scale_starts_as_openclips(
-    towers: Towers,
-) -> None:
+def test_features_are_normalised_and_the_scale_starts_as_openclips(towers: Towers) -> None:
     images, texts = pictures(3), towers.tokenizer(["latin small letter a", "digit one", "sun"])
     outputs = towers.module(images, texts)
     assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
@@ -40,20 +35,14 @@ def test_features_are_normalised_and_the_scale_starts_as_openclips(
         torch.testing.assert_close(outputs[key].norm(dim=-1), torch.ones(3))
     assert outputs["logit_scale"].item() == pytest.approx(1 / 0.07)
     assert towers.module.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
-    torch.testing.assert_close(
-        towers.module.encode_image(images, normalize=True), outputs["image_features"]
-    )
-    unnormalised = towers.module.encode_text(texts)
-    assert not torch.allclose(unnormalised.norm(dim=-1), torch.ones(3))
+    assert not torch.allclose(towers.module.encode_text(texts).norm(dim=-1), torch.ones(3))
     # Features depend on no other image.
     alone = towers.module.encode_image(images[2:3], normalize=True)
     torch.testing.assert_close(outputs["image_features"][2:3], alone)
 
 
 @pytest.mark.parametrize("shape", [(1, 32, 32), (1, 48, 20), (3, 32, 32)])
-def test_the_batched_transform_is_the_single_one(
-    shape: tuple[int, int, int],
-) -> None:
+def test_the_batched_transform_is_the_single_one(shape: tuple[int, int, int]) -> None:
     transform = GlyphTransform()
     arrays = torch.randint(0, 256, (2, *shape), dtype=torch.uint8)
     images = [Image.fromarray(a.permute(1, 2, 0).squeeze(-1).numpy()) for a in arrays]
@@ -89,18 +78,7 @@ def test_transform_and_tokenizer_can_be_sent_to_workers(towers: Towers) -> None:
         pickle.loads(pickle.dumps(part))
 
 
-def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    save_file({"other": torch.zeros(3)}, path)
-    with pytest.raises(UsageError, match="does not hold the weights of glyph-small"):
-        create("glyph-small", pretrained=path)
-
-
 tokenizer = HashingTokenizer()
-
-
-def tokens(text: str) -> set[int]:
-    return set(tokenizer(text)[0].tolist()) - {0}
 
 
 def test_words_then_pairs_then_trigrams() -> None:
@@ -109,11 +87,6 @@ def test_words_then_pairs_then_trigrams() -> None:
         *("^ letter", "letter el", "el 2", "2 $"),
         *("<^le", "<let", "<ett", "<tte", "<ter", "<er$", "<^el", "<el$"),
     ]
-
-
-def test_an_unseen_word_shares_pieces_with_known_ones() -> None:
-    shared = tokens("canadian syllabics tlhi") & tokens("canadian syllabics tlho")
-    assert len(shared) >= 2 + 2 + 18 + 1  # words, pairs, their trigrams, "^tl" of the new word
 
 
 def test_tokens_are_the_same_in_every_process() -> None:

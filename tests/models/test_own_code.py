@@ -29,18 +29,8 @@ def test_references(value: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *("clip", "ViT-B-32", "hf:folder", "hf:Folder", "local-dir:folder", "local-dir:/a/b"),
-        *(
-            "mine:",
-            ":Loss",
-            "mine:a.b",
-            "mine:a:b",
-            "a-b:c",
-            "2a:b",
-            ".a:b",
-            "a..b:c",
-            "mine:Loss\n",
-        ),
+        *("clip", "ViT-B-32", "hf:folder", "local-dir:folder", "local-dir:/a/b", "mine:", ":Loss"),
+        *("mine:a.b", "mine:a:b", "a-b:c", "2a:b", ".a:b", "a..b:c", "mine:Loss\n"),
         *(None, 3, Path("a:b")),
     ],
 )
@@ -60,16 +50,10 @@ def test_modules_come_from_the_working_directory_and_from_what_is_installed(
 @pytest.mark.parametrize(
     ("source", "reference", "message"),
     [
-        ("", "user_nowhere:Loss", "ModuleNotFoundError: No module named 'user_nowhere'"),
         ("", "user_module.part:Loss", "importing user_module.part, installed or in "),
-        ("class Loss: pass", "user_module:loss", "got no such name; did you mean Loss?"),
-        ("", "user_module:Loss", "a class or a function of "),
-        ("Loss = 3", "user_module:Loss", "got 3 (int)"),
-        (
-            "import user_library",
-            "user_module:Loss",
-            "ModuleNotFoundError: No module named 'user_library' (",
-        ),
+        ("class Loss: pass", "user_module:loss", "function loss; did you mean Loss?"),
+        ("Loss = 3", "user_module:Loss", "user_module has no class or function Loss"),
+        ("import user_library", "user_module:Loss", "Error: No module named 'user_library' ("),
         ("\n1 / 0", "user_module:Loss", "ZeroDivisionError: division by zero ("),
         ("def (", "user_module:Loss", "SyntaxError: "),
     ],

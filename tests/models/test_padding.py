@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from megabatch.models import create
 from megabatch.models.glyph import LENGTHS, HashingTokenizer, TextFeatureTower
-from megabatch.models.hf_text_pair import TextEncoder
-from megabatch.models.hf_two_towers import KINDS
+from megabatch.models.huggingface import TextEncoder
 from megabatch.models.padding import (
     MASKED_KINDS,
     Lengths,
@@ -26,7 +25,6 @@ from megabatch.models.padding import (
 )
 from megabatch.models.short_texts import accept_short_texts
 from tests.models.tiny import TINY, TINY_UNMASKED
-from tests.models.tiny_bert import save_tiny_bert
 from tests.models.tiny_clip import save_tiny_clip
 
 CONTEXT, END = 16, 40  # END is the largest token
@@ -97,81 +95,49 @@ def test_open_clips_causal_towers(
     assert isinstance(module, kind)
 
 
-def encode_in(name: str, monkeypatch: pytest.MonkeyPatch, more: float = 0.0) -> None:
-    """Let open_clip's model do its work in a method of this name, and add a number in it."""
+@pytest.mark.parametrize(
+    ("name", "more", "works"),
+    [("_encode_text", 0.0, True), ("_text_features", 0.0, False), ("_encode_text", 1.0, False)],
+)
+def test_other_releases(
+    name: str, more: float, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """open_clip's main branch of 2026 has `_encode_text`; others, or other work, keep texts whole.
+
+    The model does its work in a method of this name, and adds a number in it.
+    """
     own = getattr(CLIP, "_encode_text", CLIP.encode_text)
 
     def inner(self: Any, text: Tensor, normalize: bool = False) -> Tensor:
         return own(self, text, normalize) + more
 
-    def encode_text(self: Any, text: Tensor, normalize: bool = False) -> Tensor:
-        return getattr(self, name)(text, normalize)
-
     def forward(self: Any, image: None = None, text: Tensor | None = None) -> Any:
         return image, getattr(self, name)(text, True), self.logit_scale.exp()
 
     monkeypatch.setattr(CLIP, name, inner, raising=False)
-    monkeypatch.setattr(CLIP, "encode_text", encode_text)
+    monkeypatch.setattr(CLIP, "encode_text", lambda self, *args: getattr(self, name)(*args))
     monkeypatch.setattr(CLIP, "forward", forward)
-
-
-def test_a_release_whose_forward_leaves_out_encode_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The forward pass of open_clip's main branch of 2026 does."""
-    encode_in("_encode_text", monkeypatch)
-    module = clip()
-    lengths = accept_short_texts(module)
-    assert lengths is not None
-    check(module, lambda tokens: module(text=tokens)[1], lengths, texts())
-
-
-@pytest.mark.parametrize(("name", "more"), [("_text_features", 0.0), ("_encode_text", 1.0)])
-def test_texts_stay_whole_in_a_release_that_encodes_them_in_another_way(
-    name: str, more: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    encode_in(name, monkeypatch, more)
     module = clip()
     expected = module(text=texts())[1]
-    assert accept_short_texts(module) is None
-    assert type(module) is CLIP
-    assert torch.equal(module(text=texts())[1], expected)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        {"no_causal_mask": True},
-        {"no_causal_mask": True, "pool_type": "last"},
-        {"pool_type": "last"},
-        {"pool_type": "first"},
-    ],
-)
-def test_open_clips_other_towers_are_left_alone(text: dict[str, Any]) -> None:
-    for kind in (CLIP, CustomTextCLIP):
-        module = clip(kind, **text)
-        assert accept_short_texts(module) is None
-        assert type(module) is kind
-
-
-def test_other_classes_are_left_alone() -> None:
-    class Other(CLIP):  # type: ignore[misc]
-        pass
-
-    assert accept_short_texts(clip(CustomTextCLIP, embed_cls=True)) is None
-    assert accept_short_texts(clip(Other)) is None
-
-
-@pytest.mark.parametrize("pooler", ["mean_pooler", "cls_pooler", "cls_last_hidden_state_pooler"])
-def test_open_clips_adapter_of_transformers(pooler: str) -> None:
-    from open_clip.hf_model import HFTextEncoder
-
-    text = HFTextEncoder("", 8, config=tiny_config("roberta"), pooler_type=pooler, proj_type="mlp")
-    module = clip(CustomTextCLIP)
-    module.text = text
     lengths = accept_short_texts(module)
-    assert lengths is not None
-    check(text, text, lengths, texts(pad=1))
-    text.pooler = nn.Identity()
+    assert (lengths is not None) == works == (type(module) is not CLIP)
+    assert torch.equal(module(text=texts())[1], expected)
+    if lengths is not None:
+        check(module, lambda tokens: module(text=tokens)[1], lengths, texts())
+
+
+@pytest.mark.parametrize("kind", [CLIP, CustomTextCLIP])
+@pytest.mark.parametrize(
+    "text", [{"no_causal_mask": True}, {"pool_type": "last"}, {"pool_type": "first"}]
+)
+def test_open_clips_other_towers_are_left_alone(
+    kind: type[nn.Module], text: dict[str, Any]
+) -> None:
+    module = clip(kind, **text)
     assert accept_short_texts(module) is None
+    assert type(module) is kind
+    assert accept_short_texts(clip(CustomTextCLIP, embed_cls=True)) is None
+    assert accept_short_texts(clip(type("Other", (CLIP,), {}))) is None
 
 
 def test_models_by_name_say_how_much_of_a_text_counts() -> None:
@@ -200,7 +166,7 @@ def tiny_config(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", sorted(MASKED_KINDS))
-def test_transformers_encoders_with_masked_padding(kind: str, tmp_path: Path) -> None:
+def test_transformers_encoders_with_masked_padding(kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = tiny_config(kind)
     torch.manual_seed(1)
@@ -211,30 +177,19 @@ def test_transformers_encoders_with_masked_padding(kind: str, tmp_path: Path) ->
     for pooling in ("mean", "cls", "last"):
         tower = TextEncoder(encoder, pad=pad, pooling=pooling)  # type: ignore[arg-type]
         check(tower, tower, lengths, texts(pad))
-    if kind == "bert":
-        assert create(f"hf:{save_tiny_bert(tmp_path)}").lengths.keys() == {"image", "text"}
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_transformers_models_of_images_and_texts(tmp_path: Path, kind: str) -> None:
-    towers = create(f"hf:{save_tiny_clip(tmp_path, kind)}")
-    if kind == "siglip":
-        assert not towers.lengths
-        return
-    module: Any = towers.module
-    tokens = towers.tokenizer(["a b c", "d", "e f g h a"])
-    check(module, module.encode_text, towers.lengths["text"], tokens)
-
-
-def test_old_folders_of_clip_end_texts_at_the_largest_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [3, 2])  # of newer and of older folders
+def test_transformers_clip(tmp_path: Path, end: int) -> None:
     folder = save_tiny_clip(tmp_path, "clip")
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["eos_token_id"] = 2
+    config["text_config"]["eos_token_id"] = end
     (folder / "config.json").write_text(json.dumps(config))
     towers = create(f"hf:{folder}")
     module: Any = towers.module
-    assert towers.lengths["text"] is up_to_largest
-    check(module, module.encode_text, towers.lengths["text"], texts(context=12, end=11))
+    tokens = texts(context=12, end=11) if end == 2 else towers.tokenizer(["a b c", "d", "e f g h"])
+    assert (towers.lengths["text"] is up_to_largest) == (end == 2)
+    check(module, module.encode_text, towers.lengths["text"], tokens)
 
 
 def test_lengths() -> None:

@@ -7,6 +7,7 @@ from torch import nn
 
 from megabatch.models import create
 from megabatch.planning import plan
+from megabatch.planning.micro_batches import weighted
 from megabatch.planning.towers import MicroBatch, Sample
 
 #: Micro-batches that `counted_once` has counted.
@@ -45,7 +46,8 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         towers = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in weights)
 
         def of(size: int) -> MicroBatch:
-            key = type(module), towers, sample, size, where
+            inputs = tuple((one.shape, one.dtype) for one in sample.inputs.values())
+            key = type(module), towers, inputs, sample.texts, size, where
             if key not in _counted:
                 _counted[key] = measure(module, sample, size, *where)
             return _counted[key]
@@ -53,6 +55,6 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         if size <= LEAST:
             return of(size)
         share = (size - LEAST) / (MOST - LEAST)
-        return of(LEAST).plus(of(MOST).plus(of(LEAST), -1), share)
+        return weighted([of(LEAST), of(MOST)], [1 - share, share])
 
     monkeypatch.setattr(plan, "measure", counted)

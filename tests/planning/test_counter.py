@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from megabatch.planning import counter as counting
-from megabatch.planning.counter import UncountedWork, counted, fake_copies
+from megabatch.planning.counter import counted, fake_copies
 
 MIB = 1 << 20
 
@@ -37,14 +37,6 @@ def test_a_graph_keeps_what_its_backward_pass_needs():
         y.backward()
         del y
         assert counter.live - start == 4 * MIB  # x.grad
-
-
-def test_what_an_operation_takes_inside_counts_while_it_runs():
-    with counted(lambda op, args: 3 * MIB if op.name().startswith("aten::exp") else 0) as counter:
-        x = torch.empty(MIB, dtype=torch.uint8)
-        counter.start()
-        x.exp()
-        assert counter.peak == MIB + 4 * MIB + 3 * MIB
 
 
 def test_sizes_far_beyond_this_machine_and_devices_that_are_not_there():
@@ -102,7 +94,7 @@ def test_attention_counts_whole_tiles(length, keys, tiles):
 
 def test_a_product_that_torch_cannot_count_is_an_error(monkeypatch):
     monkeypatch.delitem(counting._FORMULAS, "aten.bmm")
-    with counted(), pytest.raises(UncountedWork, match=r"no formula for the work of aten\.bmm$"):
+    with counted(), pytest.raises(LookupError, match=r"no formula for the work of aten\.bmm$"):
         torch.empty(2, 3, 4) @ torch.empty(2, 4, 5)
 
 

@@ -5,7 +5,7 @@ import torch
 from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
 from megabatch.gradient_cache.batches import divided
-from megabatch.planning.micro_batches import TextLengths, sampled_lengths, side_by_side
+from megabatch.planning.micro_batches import TextLengths, Widths, sampled_lengths
 
 
 def test_micro_batches_are_those_of_a_run():
@@ -16,31 +16,22 @@ def test_micro_batches_are_those_of_a_run():
             tokens = torch.zeros(8, context)
             texts = SortedByLength(tokens, torch.tensor(sample).clamp(max=context))
             parts = [one.of("text") for one in divided(8, -(-8 // count), {"text": texts})]
-            run = [tuple(texts.take(part).shape) for part in parts]
-            found = lengths.micro_batches("text", context, 8, count)
-            assert [tuple(part) for *part, number in found for _ in range(number)] == run
+            run = [texts.take(part).numel() for part in parts]
+            mean, most, longest = lengths.widths("text", context, 8, count)
+            assert mean == sum(run) / 8
+            assert most == max(mean, max(run) / -(-8 // count))
+            assert longest == texts.take(parts[0]).shape[1]
             assert lengths.longer("text", context, 8, count) == texts.longer(count)
-    assert lengths.micro_batches("image", 77, rows=4, count=2) == [(2, 77, 2)]
+    assert lengths.widths("image", 77, rows=4, count=2) == Widths(77, 77, 77)
     assert lengths.range("text", 77) == (8, 32)
     assert lengths.range("image", 50) == (50, 50)
 
 
 def test_a_sample_stands_for_a_batch_of_any_size():
     lengths = TextLengths({"text": [40] + [10] * 9})
-    found = lengths.micro_batches("text", 77, rows=1000, count=10)
-    assert found == [(49, 40, 3), (122, 16, 6), (121, 16, 1)]
-    assert lengths.micro_batches("text", 77, rows=5, count=5) == [(1, 40, 1), (1, 16, 4)]
-    assert lengths.micro_batches("text", 77, rows=10**9, count=1) == [(10**9, 40, 1)]
-
-
-def test_micro_batches_of_two_sorted_towers():
-    lengths = TextLengths({"image": [40] + [10] * 9, "text": [30, 20, 8, 8]})
-    for rows, count in ((1000, 10), (37, 5), (12, 12)):
-        towers = [lengths.micro_batches(tower, 77, rows, count) for tower in ("image", "text")]
-        pairs = [[part for *part, number in runs for _ in range(number)] for runs in towers]
-        found = [at for at, number in side_by_side(towers) for _ in range(number)]
-        assert found == [tuple(map(tuple, at)) for at in zip(*pairs, strict=True)]
-        assert len({*found}) == len([*side_by_side(towers)])
+    tokens = 3 * 49 * 40 + (6 * 122 + 121) * 16
+    assert lengths.widths("text", 77, rows=1000, count=10) == Widths(tokens / 1000, 19.6, 40)
+    assert lengths.widths("text", 77, rows=10**9, count=1) == Widths(40, 40, 40)
 
 
 def test_a_single_length_is_that_of_all_texts():

@@ -7,7 +7,7 @@ import torch
 
 from megabatch.config.settings import TrainConfig
 from megabatch.planning.counter import Work
-from megabatch.planning.machine import other_machine
+from megabatch.planning.machine import DATASHEETS, Speeds, datasheet, other_machine, speeds_of
 from megabatch.planning.memory import State
 from megabatch.planning.micro_batches import MicroBatches
 from megabatch.planning.seconds import (
@@ -17,7 +17,6 @@ from megabatch.planning.seconds import (
     step_seconds,
     work_seconds,
 )
-from megabatch.planning.speeds import DATASHEETS, Speeds, datasheet, speeds_of
 from megabatch.planning.towers import MicroBatch
 
 CONFIG = TrainConfig(global_batch_size=4096, micro_batch_size=1024)
@@ -27,12 +26,12 @@ ONE = MicroBatch(0, 1, 1, 1, FORWARD, FORWARD, BACKWARD, torch.bfloat16)
 
 
 def seconds(count=4, kept=0, config=CONFIG, gpus=1, speeds=None, pair_bytes=1000):
+    machine = replace(other_machine(gpus, 80 << 30), speeds=speeds or Speeds())
     return step_seconds(
-        *(config, other_machine(gpus, 80 << 30), speeds or Speeds()),
-        *(MicroBatches(((ONE, count),), 1024), kept),
+        *(config, machine, MicroBatches(ONE, ONE, count), kept),
         width=512,
         state=STATE,
-        pair_bytes=pair_bytes,
+        copied=1024 * pair_bytes,
         compiled=True,
     )
 
@@ -99,12 +98,15 @@ def test_transfers_of_the_loss_are_those_that_no_computation_hides():
 
     def of(rows, gpus, computing=1e9, **more):
         config = replace(CONFIG, global_batch_size=rows * gpus, **more)
-        return loss_transfers(config, width, other_machine(gpus, 80 << 30), speeds, computing)
+        return loss_transfers(config, width, other_machine(gpus, 80 << 30, "H200"), computing)
 
     at_once = 3 * 16_384 * width * (item + 4) / speeds.nvlink
     assert of(16_384, 4) == pytest.approx(at_once)
     assert of(1 << 18, 4) < of(1 << 18, 4, computing=0.0) / 2  # all rounds but one are hidden
-    assert of(16_384, 1) == of(16_384, 4, loss="ntxent") == 0
+    assert of(16_384, 1) == 0
+    assert of(16_384, 4, loss="ntxent") == pytest.approx(2 * at_once)  # both views' columns
+    negatives = of(16_384, 4, loss="infonce", hard_negatives=2)
+    assert negatives == pytest.approx(3 * at_once)
     # A grid of 2 hosts x 8 GPUs: seven shards come from the own host, and one from the other.
     grid = 1024 * width * (item + 4) * (7 / speeds.nvlink + 1 / speeds.network)
     assert of(1024, 16) == pytest.approx(grid)
@@ -127,7 +129,7 @@ def test_transfers_are_about_those_of_a_simulation(gpus):
     for rows, simulated in zip((1024, 8192, 32_768), SIMULATED[gpus], strict=True):
         config = replace(CONFIG, global_batch_size=rows * gpus)
         loss = loss_seconds(config, 768, Speeds(), gpus)
-        transfers = loss_transfers(config, 768, other_machine(gpus, 80 << 30), Speeds(), loss)
+        transfers = loss_transfers(config, 768, other_machine(gpus, 80 << 30, "H200"), loss)
         # Latencies, the host and slow GPUs, which it counts too: up to 2.5 ms, and 5%.
         assert abs(1e3 * (loss + transfers) - simulated) < 0.05 * simulated + 2.0
 

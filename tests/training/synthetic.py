@@ -15,6 +15,7 @@ from PIL import Image
 
 from megabatch.data import Batch
 from megabatch.models import create
+from megabatch.models.layers import lock
 from megabatch.training import TrainConfig
 from megabatch.training.trainer import Trainer
 
@@ -55,7 +56,7 @@ def trainer_of(
     torch.manual_seed(config.seed)
     module = create(config.model).module
     if config.lock_image:
-        module.lock_image_tower()  # type: ignore[operator]
+        lock(module, "image")
     given = config, module, torch.device(device), config.steps or LOSSES
     return Trainer(*given, tell=tell)
 

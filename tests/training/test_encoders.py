@@ -14,7 +14,7 @@ from megabatch import ClipLoss
 from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.models import ModelOptions, create
-from megabatch.models.blocks import CompiledBlocks
+from megabatch.models.blocks import compile_blocks
 from megabatch.models.layers import Tower, lock, locked_towers, set_modes
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep, ids_of
@@ -124,7 +124,7 @@ def test_texts_of_all_lengths_take_the_graphs_of_the_first_step() -> None:
     torch._dynamo.reset()
     towers, same = (create(TINY, options=ModelOptions(force_context_length=77)) for _ in range(2))
     same.module.load_state_dict(towers.module.state_dict())
-    CompiledBlocks(towers.module, towers.lengths, backend=backend)
+    compile_blocks(towers.module, towers.lengths, backend=backend)
     widths = sequence_shapes(towers.module.transformer)
     steps = [
         CachedStep(

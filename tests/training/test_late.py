@@ -17,6 +17,7 @@ from megabatch.cli import main
 from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.models import create
+from megabatch.models.layers import lock
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.encoders import CachedStep
 from megabatch.training.trainer import Trainer
@@ -100,7 +101,7 @@ def test_the_loss_and_gradients_are_those_of_the_other_pairs(locked: bool) -> No
         torch.manual_seed(0)
         module = create("glyph-small").module
         if locked:
-            module.lock_image_tower()  # type: ignore[operator]
+            lock(module, "image")
         step = CachedStep(module, create_objective(config), 3, device=torch.device("cpu"))
         loss = step(one, labels)
         loss.backward()

@@ -23,7 +23,6 @@ from megabatch.training.optimizer import (
     learning_rate,
     load_state_tensors,
     parameter_groups,
-    set_learning_rate,
     state_tensors,
     warmup_steps,
 )
@@ -134,25 +133,6 @@ def test_lamb_is_as_published_and_clips_nothing() -> None:
     direction = torch.ones(3, 4) + 0.1 * before  # Adam's first step, and the decay
     step = 0.5 * before.norm() / direction.norm() * direction
     torch.testing.assert_close(module.weight.detach(), before - step)
-
-
-def test_layer_decay_gives_each_layer_its_rate() -> None:
-    module = create(TINY).module  # one layer a tower: 0 embeddings, 1 the layer, 2 the end
-    config = TrainConfig(layer_decay=0.5, wd=0.2)
-    groups = parameter_groups(module, config)
-    names = {id(p): name for name, p in module.named_parameters()}
-    found = {names[id(p)]: (g["lr_scale"], g["weight_decay"]) for g in groups for p in g["params"]}
-    assert found.keys() == set(names.values())
-    assert found["visual.conv1.weight"] == (0.25, 0.2)
-    assert found["visual.class_embedding"] == (0.25, 0.0)
-    assert found["token_embedding.weight"] == (0.25, 0.2)
-    assert found["visual.transformer.resblocks.0.mlp.c_fc.weight"] == (0.5, 0.2)
-    assert found["transformer.resblocks.0.ln_1.weight"] == (0.5, 0.0)
-    assert found["text_projection"] == (1.0, 0.2)
-    assert found["logit_scale"] == (1.0, 0.0)
-    optimizer = create_optimizer(module, config)
-    set_learning_rate(optimizer, 0.4)
-    assert {group["lr"] for group in optimizer.param_groups} == {0.1, 0.2, 0.4}
 
 
 ROOT = 0.5**0.5

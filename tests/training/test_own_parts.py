@@ -122,8 +122,11 @@ def test_a_scale_that_the_loss_does_not_take_is_not_trained(
     [
         (["--loss", "mine:"], "--loss mine:: expected clip, siglip"),
         (["--loss", "bogus"], "dcl or module:Class"),
-        (["--loss", "mine:FocalClip"], "got no such name; did you mean FocalClipLoss?"),
-        (["--model", "mine:tower"], "got no such name; did you mean towers?"),
+        (
+            ["--loss", "mine:FocalClip"],
+            "no class or function FocalClip; did you mean FocalClipLoss?",
+        ),
+        (["--model", "mine:tower"], "mine has no class or function tower; did you mean towers?"),
         (["--model", "mine:tokenize"], "it needs texts; expected parameters with a default, or op"),
         (
             ["--duplicates", "positives"],

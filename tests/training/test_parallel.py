@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.errors import UsageError
-from megabatch.models.blocks import CompiledBlocks
+from megabatch.models.blocks import compile_blocks
 from megabatch.models.layers import locked_towers
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig
@@ -117,8 +117,8 @@ def test_activations_computed_again_and_compiled_blocks(processes: Processes) ->
     alone, world = trainer_of(config_of()), world_of(processes)
     expected = run(alone, range(2))
     with pytest.MonkeyPatch.context() as patch:
-        eager = functools.partial(CompiledBlocks, backend="eager")
-        patch.setattr("megabatch.training.trainer.CompiledBlocks", eager)
+        eager = functools.partial(compile_blocks, backend="eager")
+        patch.setattr("megabatch.training.trainer.compile_blocks", eager)
         for layout in LAYOUTS:
             config = config_of(parallel=layout, grad_checkpointing=True, torchcompile=True)
             together = trainer_of(config, world)

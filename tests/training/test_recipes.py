@@ -22,7 +22,7 @@ RECIPES: dict[str, dict[str, Any]] = {
         **{"lock_image": True, "lock_image_unlocked_groups": 1},
     },
     "adafactor, locked text": {
-        **{"opt": "adafactor", "loss": "siglip", "layer_decay": 0.7, "ema_decay": 0.5},
+        **{"opt": "adafactor", "loss": "siglip", "ema_decay": 0.5},
         **{"lr_scheduler": "wsd", "lr_cooldown": 3, "lock_text": True},
         **{"force_patch_dropout": 0.25, "force_context_length": 8},
     },

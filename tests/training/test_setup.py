@@ -13,7 +13,7 @@ import torch
 from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
-from megabatch.config.command_line import parse
+from megabatch.config.file import parse
 from megabatch.errors import UsageError
 from megabatch.hints import option
 from megabatch.models import create
@@ -191,10 +191,6 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        (
-            {"model": "glyph-small", "layer_decay": 0.5},
-            "--layer-decay: glyph-small has no numbered",
-        ),
         ({"matryoshka_dims": (8, 17)}, "--matryoshka-dims 17: the features of .* only 16"),
         (
             {"lock_image": True, "lock_image_unlocked_groups": 50},
@@ -202,13 +198,13 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
         ),
         (
             {"model": "glyph-small", "lock_image": True, "lock_image_unlocked_groups": 1},
-            "--lock-image: .*can only be locked as a whole, got 1 unlocked",
+            "--lock-image: this model's towers are locked as a whole, got 1",
         ),
         (
             {"model": "glyph-small", "force_image_size": 64},
             "--force-image-size: glyph-small has no",
         ),
-        ({"hf_pooling": "cls"}, "is not an 'hf:' model"),
+        ({"hf_pooling": "cls"}, "--hf-pooling: .*has no such option"),
     ],
 )
 def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) -> None:

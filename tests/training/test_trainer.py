@@ -19,7 +19,7 @@ from megabatch import ClipLoss
 from megabatch.config.objective import Objective
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.blocks import CompiledBlocks
+from megabatch.models.blocks import compile_blocks
 from megabatch.training import TrainConfig
 from megabatch.training.trainer import Trainer, TrainingStopped
 from tests.models.tiny import TINY
@@ -229,21 +229,21 @@ def test_a_step_waits_for_the_device_at_its_end(
     assert len(waits.seen) == 3
 
 
-def test_a_backward_pass_that_cannot_be_compiled_names_the_option(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("passed", ["fw_compiler", "bw_compiler"])
+def test_a_failing_compiler_names_the_option(monkeypatch: pytest.MonkeyPatch, passed: str) -> None:
     def failing(graph: Any, inputs: Any) -> Any:
         raise TorchDynamoException("no such kernel")  # as Inductor's errors are
 
     def backend(graph: Any, inputs: Any) -> Any:
-        lowered = aot_autograd(fw_compiler=lambda g, _: g, bw_compiler=failing)
+        compilers = {"fw_compiler": lambda g, _: g, "bw_compiler": lambda g, _: g, passed: failing}
+        lowered = aot_autograd(**compilers)
         return lowered(graph, inputs)
 
-    compiled = functools.partial(CompiledBlocks, backend=backend)
-    monkeypatch.setattr("megabatch.training.trainer.CompiledBlocks", compiled)
+    compiled = functools.partial(compile_blocks, backend=backend)
+    monkeypatch.setattr("megabatch.training.trainer.compile_blocks", compiled)
     torch._dynamo.reset()
     trainer = toy_trainer(config_of(torchcompile=True))
-    with pytest.raises(TrainingStopped, match=r"a backward pass \(--no-torchcompile trains"):
+    with pytest.raises(TrainingStopped, match=r"compile fails \(--no-torchcompile trains"):
         trainer.train_step(toy_batch(0))
     torch._dynamo.reset()
 

@@ -63,38 +63,6 @@ def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("name", "gpus", "device"),
-    [
-        ("auto", 4, "cuda:1"),
-        ("cuda", 4, "cuda:1"),
-        ("cuda", 1, "cuda:0"),  # as srun --gpus-per-task=1 shows it
-        ("auto", 0, "cpu"),
-        ("cpu", 4, "cpu"),
-        ("cuda:0", 4, ""),
-        ("gpu", 4, ""),
-    ],
-)
-def test_each_process_takes_its_own_device(
-    monkeypatch: pytest.MonkeyPatch, name: str, gpus: int, device: str
-) -> None:
-    for variable, value in TORCHRUN.items():
-        monkeypatch.setenv(variable, value)
-    chosen: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: None)
-    if not device:
-        with pytest.raises(UsageError, match=f"^--device {name}"), joined(TrainConfig(device=name)):
-            pass
-        return
-    with joined(TrainConfig(device=name)) as some:
-        assert (some.rank, some.size, str(some.device)) == (5, 8, device)
-    assert [str(each) for each in chosen] == [device] * device.startswith("cuda")
-
-
 def test_alone_everything_is_said_to_oneself() -> None:
     alone = World(CPU)
     assert alone.main

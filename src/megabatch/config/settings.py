@@ -33,18 +33,6 @@ OPENCLIP = {
     **dict.fromkeys(("--dataset-type", "--gather-with-grad", "--local-loss"), "leave it out"),
 }
 
-#: Headings of `--help-all`, each by the first setting below it.
-GROUPS = {
-    "model": "model",
-    "train_data": "data and output",
-    "global_batch_size": "batch, length and loss",
-    "opt": "optimizer and learning rate",
-    "precision": "precision, devices, memory and speed",
-    "plan": "checks",
-    "seed": "reading data",
-    "log_every": "logs, checkpoints and evaluation",
-}
-
 #: Settings that `--help` lists; `--help-all` lists all.
 COMMON = (
     *("model", "pretrained", "train_data", "output", "resume", "global_batch_size"),
@@ -92,9 +80,10 @@ class TrainConfig:
     init_logit_bias: Annotated[float | None, FINITE] = None
     """Initial logit bias, also of a model without one. Default: the model's own, or -10 with the
     siglip loss."""
-    hf_pooling: Literal["mean", "cls", "last"] = "mean"
-    """With hf: models, the feature of a text: the mean over its tokens, the first token or the
-    last."""
+    hf_pooling: Literal["mean", "cls", "last"] | None = None
+    """With hf: models for pairs of texts, the feature of a text: the mean over its tokens, the
+    first token or the last. Default: the folder's own if sentence-transformers saved it, or mean.
+    """
     hf_share: bool = True
     """With hf: models for pairs of texts, use one encoder for both sides; otherwise two with the
     same initial weights."""
@@ -102,11 +91,11 @@ class TrainConfig:
     """Freeze the image tower (LiT). A tower that is frozen as a whole runs once per step, in
     evaluation mode."""
     lock_image_unlocked_groups: Annotated[int, AT_LEAST_0] = 0
-    """Last groups of layers of the locked image tower that are trained."""
+    """Last groups of layers of the locked image tower that are trained (models of OpenCLIP)."""
     lock_text: bool = False
     """Freeze the text tower."""
     lock_text_unlocked_layers: Annotated[int, AT_LEAST_0] = 0
-    """Last groups of layers of the locked text tower that are trained."""
+    """Last groups of layers of the locked text tower that are trained (models of OpenCLIP)."""
     train_data: str = ""
     """Required: .tar shards (WebDataset), or .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow
     tables: a path, a pattern such as 'shards/{00000..00099}.tar', or a folder; a folder that
@@ -173,8 +162,6 @@ class TrainConfig:
     decay linearly to zero at the end (const-cooldown, also called wsd)."""
     lr_cooldown: Annotated[int | None, AT_LEAST_1, MAY_CHANGE] = None
     """Steps of the decay at the end of const-cooldown. Default: a fifth of the run."""
-    layer_decay: Annotated[float | None, Interval(above=0, at_most=1)] = None
-    """Factor between the learning rates of a tower's layer and of the layer above it."""
     warmup: Annotated[int | None, AT_LEAST_0, MAY_CHANGE] = None
     """Steps of linear warm-up to the peak learning rate. Default: 20, at most a fifth of the
     run."""
@@ -269,19 +256,28 @@ def activation_bytes(config: TrainConfig, device_type: str) -> int | None:
     return parse_bytes(config.activation_memory)
 
 
-def resolve_device(name: str) -> torch.device:
+def resolve_device(name: str, local_rank: int | None = None) -> torch.device:
     """The device of this machine that a configuration's `device` selects.
+
+    Args:
+        name: the setting.
+        local_rank: of this process among several, which take a GPU each; None: it is alone.
 
     Raises:
         UsageError: there is none.
     """
     import torch  # which --help does not need
 
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in DEVICE:
         raise UsageError(f"--device {name}: expected {DEVICE}")
-    device, count = torch.device(name), torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
+    count = torch.cuda.device_count()
+    device = torch.device(("cuda" if count else "cpu") if name == "auto" else name)
+    if device.type == "cpu":
+        return device
+    if local_rank is not None and device.index is not None:
+        raise UsageError(f"--device {name}: expected cuda or auto, as each process takes its own")
+    # A launcher may make one device visible to each process.
+    index = (device.index or 0) if local_rank is None else local_rank * (count > 1)
+    if index >= count:
         raise UsageError(f"--device {name}: this machine has {plural(count, 'CUDA device')}")
-    return device
+    return device if local_rank is None else torch.device("cuda", index)

@@ -24,7 +24,7 @@ import fsspec
 from webdataset.gopen import gopen_pipe
 from webdataset.shardlists import expand_urls
 
-from megabatch.config.references import COMMAND, is_url
+from megabatch.config.file import COMMAND, is_url
 from megabatch.errors import UsageError, one_line
 from megabatch.files import default_cache_dir, replacing
 

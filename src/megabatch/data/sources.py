@@ -10,7 +10,7 @@ from typing import Any
 
 from webdataset.shardlists import expand_urls
 
-from megabatch.config.references import COMMAND, is_url
+from megabatch.config.file import COMMAND, is_url
 from megabatch.data.glyphs import SPLITS, load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.mixture import SEPARATOR, check_factors, mix

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from megabatch.imports import lazy
 
 if TYPE_CHECKING:
-    from megabatch.evaluation.retrieval import chance_metrics, retrieval_metrics
+    from megabatch.evaluation.retrieval import retrieval_metrics
     from megabatch.evaluation.run import evaluate_run
 
-__all__ = ["chance_metrics", "evaluate_run", "retrieval_metrics"]
+__all__ = ["evaluate_run", "retrieval_metrics"]
 
 __getattr__ = lazy(__name__)

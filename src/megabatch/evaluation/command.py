@@ -6,15 +6,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
 
 from megabatch.errors import OutOfMemory, UsageError, checks_alone, one_line
 from megabatch.evaluation.config import EvalConfig, check, read_config
 from megabatch.models import names
 from megabatch.options import parse
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # One rank may be busy for long: reading a class of a hundred thousand files, fitting a probe.
 _TIMEOUT = timedelta(hours=2)
@@ -29,7 +25,8 @@ def main(argv: list[str]) -> int:
             read_config(config.run)
         elif config.model is not None:
             names.check(config.model, config.pretrained)
-    from megabatch.evaluation.table import print_evaluation  # --help imports as little as possible
+    from megabatch.evaluation.run import evaluate  # --help imports as little as possible
+    from megabatch.evaluation.table import print_evaluation
     from megabatch.ranks import is_first
     from megabatch.terminal import plain_console
 
@@ -37,7 +34,7 @@ def main(argv: list[str]) -> int:
         first = is_first()
         console = plain_console(quiet=not first)
         try:
-            evaluation = _evaluate(config, console)
+            evaluation = evaluate(config, console=console)
         except OutOfMemory:  # no other rank knows of it
             raise
         except UsageError as error:
@@ -47,10 +44,7 @@ def main(argv: list[str]) -> int:
     print_evaluation(evaluation, console)
     folder = config.output or config.run
     assert folder is not None  # `check` refuses a configuration without either
-    of_texts = any(task["first"] == "text" for task in evaluation["retrieval"].values())
-    inputs = "first texts" if of_texts else "images"
-    pace = f"{evaluation['seconds']:.0f} s, {evaluation['images_per_second']:,.0f} {inputs}/s"
-    console.print(f"{pace}; report: {folder / 'report.html'}")
+    console.print(f"{evaluation['seconds']:.0f} s; report: {folder / 'report.html'}")
     return 0
 
 
@@ -80,17 +74,3 @@ def process_group() -> Iterator[None]:
     with lost_rank_told("evaluating", dist.get_rank(), dist.get_world_size(), "two hours"):
         yield
     dist.destroy_process_group()  # not after an error: it would wait for ranks that may be gone
-
-
-def _evaluate(config: EvalConfig, console: Console) -> dict[str, Any]:
-    from rich.text import Text
-
-    from megabatch.evaluation.run import evaluate
-
-    title = f"evaluating {config.run or config.model}"
-    with console.status(Text(title)) as status:  # as Text, since a string would be markup
-        return evaluate(
-            config,
-            report=lambda words: status.update(Text(f"{title}: {words}")),
-            announce=console.print,
-        )

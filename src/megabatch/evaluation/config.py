@@ -6,8 +6,9 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
+from megabatch.config.settings import resolve_device
 from megabatch.errors import UsageError, one_line
 from megabatch.hints import Interval, Positional, option, settings_of
 
@@ -16,29 +17,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-Method = Literal["zero-shot", "knn", "linear-probe"]
-METHODS: tuple[Method, ...] = ("zero-shot", "knn", "linear-probe")
-
-#: The built-in labelled images, as `class_data`.
-DIGITS = "digits"
-
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Evaluate a run or any open_clip model: retrieval, classification, and a report to look at.
 
     If no data are named, a run is evaluated on the --val-data that it was trained with or, if it
-    was trained on the built-in glyphs, on held-out ones. Under torchrun the processes share the
-    work; the figures stay the same.
+    was trained on the built-in glyphs, on these. Under torchrun the processes share the work; the
+    figures stay the same.
     """
-
-    #: Headings of the help, by the first setting below each.
-    GROUPS: ClassVar = {
-        "run": "model",
-        "val_data": "retrieval",
-        "class_data": "classification",
-        "device": "device and speed",
-    }
 
     run: Annotated[Path | None, Positional("RUN")] = None
     """The run's folder: config.toml with model.safetensors or checkpoints."""
@@ -55,13 +42,8 @@ class EvalConfig:
 
     val_data: str | None = None
     """Retrieval: images with one or several captions each: shards (.tar), tables (.csv, .tsv,
-    .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved, COCO's or
-    Karpathy's .json; or "glyphs"."""
-    image_folder: Path | None = None
-    """Folder of the images that a table or .json file names. Default: that file's own folder, then
-    the working directory."""
-    split: str | None = None
-    """Split of Karpathy's .json. Default: test."""
+    .parquet, .jsonl, .arrow), a folder of them or one that Hugging Face's datasets saved; or
+    "glyphs": held-out faces and characters."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: as in the run's training data, else
     filepath, image, image_path or file_name."""
@@ -76,21 +58,15 @@ class EvalConfig:
 
     class_data: str | None = None
     """Classification: test images, in a folder with one folder per class, or in shards whose
-    samples have a class index (cls); or "digits", scikit-learn's handwritten digits."""
+    samples have a class index (cls)."""
     class_train_data: str | None = None
-    """Training images for knn and linear-probe, as --class-data."""
-    methods: tuple[Method, ...] = METHODS
-    """Methods for --class-data; knn and linear-probe need --class-train-data."""
+    """Training images, as --class-data, for nearest neighbours and a linear probe."""
     class_names: str | None = None
     """imagenet, or a text file with one name per line. Default: classnames.txt of the shards, or
     the folders' names."""
     templates: str | None = None
-    """Prompts for zero-shot: openai (80), simple (7), or a file with one per line, {} for the
-    name. Default: those that came with the shards, else openai."""
-    knn_k: Annotated[int, Interval(at_least=1)] = 20
-    """Number of neighbours that vote for their classes."""
-    knn_temperature: Annotated[float, Interval(above=0)] = 0.07
-    """A neighbour's vote has the weight exp(cosine / temperature)."""
+    """Prompts: openai (80), simple (7), or a file with one per line, {} for the name. Default:
+    those that came with the shards, else openai."""
 
     device: str = "auto"
     """Device of the encoders: cpu, cuda, cuda:1 ...; auto is cuda if there is one. Under torchrun
@@ -107,10 +83,7 @@ class EvalConfig:
 _ONLY_WITH = {
     "model": ("pretrained",),
     "run": ("trust",),
-    "val_data": (
-        *("image_folder", "split", "csv_separator"),
-        *("csv_img_key", "csv_query_key", "csv_caption_key"),
-    ),
+    "val_data": ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
     "class_data": ("class_train_data", "class_names", "templates"),
 }
 
@@ -137,10 +110,6 @@ def check(config: EvalConfig) -> None:
             raise UsageError(
                 "--weights: chooses between a run's weights; with --model use --pretrained"
             )
-    if not config.methods or (config.methods != METHODS and config.class_data is None):
-        raise UsageError(f"--methods: some of {', '.join(METHODS)}, only with --class-data")
-    if config.class_data and not config.class_train_data and "zero-shot" not in config.methods:
-        raise UsageError(f"--methods {' '.join(config.methods)}: needs --class-train-data")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -160,22 +129,16 @@ def choose_device(name: str, *, several: bool = False) -> str:
     """Return the device that a configuration means in this process, one of `several` or alone.
 
     Raises:
-        UsageError: it cannot be used.
+        UsageError: there is none of the kind.
     """
     import torch  # not needed for --help
 
     if several and ":" in name:
         raise UsageError(f"--device {name}: expected auto, cpu or cuda: each process takes its own")
-    if several and name == "cuda":
-        name = "auto" if torch.cuda.device_count() else name
-    if name == "auto":
-        count = torch.cuda.device_count()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        name = f"cuda:{local_rank % count}" if count else "cpu"
+    count = torch.cuda.device_count()
+    if count and (name == "auto" or (several and name == "cuda")):
+        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
     try:
-        torch.zeros(1, device=name).cpu()
-    except (RuntimeError, AssertionError) as error:  # torch raises either for a missing device
-        raise UsageError(
-            f"--device {name}: cannot be used: {str(error).splitlines()[0]}"
-        ) from error
-    return name
+        return str(resolve_device(name))
+    except ValueError as error:
+        raise UsageError(f"--device {error}") from error

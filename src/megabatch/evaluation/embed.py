@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -57,8 +55,7 @@ class Encoder:
     Each rank of `group` encodes a part of the batches, and gets all features.
 
     workers: worker processes that read and transform images; 0: this process does. report: called
-    with a message on this rank's progress after each batch of images or texts. images, seconds:
-    the number of images that all ranks have embedded, and the time taken, reading included.
+    with a message on this rank's progress after each batch of images or texts.
     """
 
     towers: Towers
@@ -68,10 +65,8 @@ class Encoder:
     workers: int = 0
     group: object = "local"
     report: Callable[[str], None] = lambda words: None
-    images: int = 0
-    seconds: float = 0.0
 
-    def embed(self, samples: Samples[Any], title: str) -> Embedded:
+    def embed(self, samples: Samples, title: str) -> Embedded:
         """Embed each image once; bad samples are skipped and listed.
 
         `title`: of the samples, for messages.
@@ -79,7 +74,6 @@ class Encoder:
         Raises:
             UsageError: none of them is usable.
         """
-        started = time.perf_counter()
         # Whole batches, so that each has the same samples on any number of ranks.
         mine = local_range(len(samples), self.group, block=self.batch_size)
         loader = DataLoader(
@@ -90,27 +84,23 @@ class Encoder:
             collate_fn=_collated,
             pin_memory=torch.device(self.device).type == "cuda",
         )
-        targets: list[Any] = []
-        indices: list[int] = []
-        bad: list[tuple[str, str]] = []
+        records: list[Any] = []
 
         def images() -> Iterable[Tensor]:
-            for batch in loader:
-                targets.extend(batch["targets"])
-                indices.extend(batch["indices"])
-                bad.extend(batch["bad"])
-                self.report(f"{title}: {len(indices) + len(bad):,} of {len(mine):,} images")
-                if batch["images"]:
-                    yield batch["images"][0]
+            for batch, some in loader:
+                records.extend(some)
+                self.report(f"{title}: {len(records):,} of {len(mine):,} images")
+                if batch is not None:
+                    yield batch
 
         features = self._features(images(), "image")
-        self.images += len(features)
-        self.seconds += time.perf_counter() - started
-        parts = all_gather_values([targets, indices, bad], self.group)
-        by_kind = zip(*parts, strict=True)
-        targets, indices, bad = ([one for part in of_kind for one in part] for of_kind in by_kind)
-        found = Embedded(features, targets, indices, [(reason, key) for reason, key in bad])
-        if not targets:
+        gathered = all_gather_values(records, self.group)
+        good: list[tuple[int, Any]] = []
+        bad: list[tuple[str, str]] = []
+        for first, second in (record for of_rank in gathered for record in of_rank):
+            (good if isinstance(first, int) else bad).append((first, second))
+        found = Embedded(features, [target for _, target in good], [i for i, _ in good], bad)
+        if not good:
             why = "; ".join(left_out(found.left_out()))
             raise UsageError(f"{title}: none of {plural(len(bad), 'sample')} is usable: {why}")
         return found
@@ -138,7 +128,7 @@ class Encoder:
             if lengths is not None:
                 batch = trimmed(batch, lengths)
             kind = torch.device(self.device).type
-            autocast = torch.autocast(kind, dtype) if dtype else nullcontext()
+            autocast = torch.autocast(kind, dtype, enabled=dtype is not None)
             with torch.inference_mode(), autocast:
                 try:
                     part = encode(batch.to(self.device, non_blocking=True))
@@ -158,9 +148,9 @@ class Encoder:
 
 @dataclass(frozen=True)
 class _Transformed(Dataset[tuple[Any, ...]]):
-    """(image, target, index) of each sample; of a bad one its reason and key."""
+    """Each sample's image, index and target; of a bad one None, the reason and its key."""
 
-    samples: Samples[Any]
+    samples: Samples
     transform: Callable[[Image.Image], Tensor]
 
     def __len__(self) -> int:
@@ -170,16 +160,11 @@ class _Transformed(Dataset[tuple[Any, ...]]):
         try:
             sample = self.samples[index]
         except BadSample as bad:
-            return bad.reason, bad.key
-        return self.transform(sample.image), sample.target, index
+            return None, bad.reason, bad.key
+        return self.transform(sample.image), index, sample.target
 
 
-def _collated(items: list[tuple[Any, ...]]) -> dict[str, Any]:
-    """A batch as a worker returns it; `images`: one tensor, none if all samples are bad."""
-    good = [item for item in items if len(item) == 3]
-    return {
-        "images": [torch.stack([image for image, *_ in good])] if good else [],
-        "targets": [target for _, target, _ in good],
-        "indices": [index for *_, index in good],
-        "bad": [item for item in items if len(item) == 2],
-    }
+def _collated(items: list[tuple[Any, ...]]) -> tuple[Tensor | None, list[tuple[Any, ...]]]:
+    """The usable images as one tensor, None without any; and what else there is of each sample."""
+    images = [image for image, *_ in items if image is not None]
+    return torch.stack(images) if images else None, [(first, second) for _, first, second in items]

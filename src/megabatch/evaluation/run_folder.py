@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from megabatch import files
-from megabatch.config.references import refuse_references
+from megabatch.config.file import refuse_references
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
 from megabatch.hints import is_reference
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.pooling import Pooling, saved_pooling
 
 
 @dataclass(frozen=True)
 class Opened:
     """A model to evaluate: a run's, or one by name.
 
-    weights: the file of the towers' weights, None if they are random; folder: the run's, config:
-    the content of its config.toml; None and empty without a run. step: of the run, None if its
-    folder does not tell it.
+    weights: the file of the towers' weights, None if they are random; folder: the run's; config:
+    the content of its config.toml; step: of its weights, None if the folder does not tell it.
     """
 
     towers: Towers
@@ -60,32 +57,20 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
         raise UsageError(f"{folder / 'config.toml'}: {error}") from error
     try:
         towers.module.load_state_dict(load_file(weights))
-    except (SafetensorError, OSError) as error:
-        raise UsageError(f"{weights} is damaged: {one_line(error, 200)}") from error
-    except RuntimeError as error:  # load_state_dict, after a list of every name
+    except (SafetensorError, OSError, RuntimeError) as error:
         reason = one_line(error, 200)
-        raise UsageError(f"{weights} holds the weights of another model: {reason}") from error
+        raise UsageError(f"{weights} is damaged, or of another model: {reason}") from error
     return Opened(towers, weights, folder, config, _step_of(weights, folder))
 
 
 def open_model(name: str, pretrained: Path | None) -> Opened:
     """Build a model by name, as `megabatch.models.create`; random weights are always the same.
 
-    A text encoder that sentence-transformers saved gets the pooling that its folder names.
-
     Raises:
-        UsageError: there is no such model, its weights are missing, damaged or another model's, or
-            it has a pooling that is not ours.
+        UsageError: there is no such model, or its weights are missing, damaged or another model's.
     """
-    pooling: Any = name.startswith("hf:") and saved_pooling(Path(name.removeprefix("hf:")))
-    if pooling and pooling not in get_args(Pooling):
-        raise UsageError(
-            f"--model {name}: its sentence-transformers files name the pooling {pooling}, "
-            f"expected one of {', '.join(get_args(Pooling))}"
-        )
     torch.manual_seed(0)  # all ranks evaluate the same weights
-    options = ModelOptions(hf_pooling=pooling or "mean")
-    towers = create(name, pretrained=pretrained, options=options)
+    towers = create(name, pretrained=pretrained)
     in_folder = ":" in name and not is_reference(name)
     own = Path(name.partition(":")[2]) if in_folder else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)
@@ -133,10 +118,8 @@ def _weights_of(folder: Path, ema: bool) -> Path:
     if not ema and not weights.is_file():
         weights = max(folder.glob("checkpoints/step-*/model.safetensors"), default=weights)
     if not weights.is_file():
-        lacks = "weights: neither model.safetensors nor a checkpoint"
-        if ema:
-            lacks = f"{weights.name}: it was trained without --ema-decay"
-        raise UsageError(f"{folder} has no {lacks}")
+        why = "it was trained without --ema-decay" if ema else "and no checkpoint"
+        raise UsageError(f"{folder} has no {weights.name}: {why}")
     return weights
 
 
@@ -146,10 +129,9 @@ def _step_of(weights: Path, folder: Path) -> int | None:
     Final weights are removed before the first step of a run that goes on, so they are those of the
     newest checkpoint.
     """
-    checkpoints = [weights.parent]
-    if weights.parent == folder:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # if it is RUN/best
-            return int(json.loads((folder / "best.json").read_text(encoding="utf-8"))["step"])
-        checkpoints = list(folder.glob("checkpoints/step-*"))
-    numbers = [checkpoint.name.removeprefix("step-") for checkpoint in checkpoints]
-    return max((int(number) for number in numbers if number.isdecimal()), default=None)
+    best = folder / "best.json"
+    if best.is_file():
+        return int(json.loads(best.read_text(encoding="utf-8"))["step"])
+    newest = max(folder.glob("checkpoints/step-*"), default=None)
+    checkpoint = newest if weights.parent == folder else weights.parent
+    return None if checkpoint is None else int(checkpoint.name.removeprefix("step-"))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from torchvision.datasets import ImageFolder
 
-from megabatch.data.image_files import ImageFiles
 from megabatch.data.pairs import BadSample, decode_image
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
 from megabatch.errors import UsageError, one_line, printable
-
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
-Captions = list[str]
 
 # Files in CLIP benchmark's exports, next to the shards or in the folder above.
 CLASS_NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
@@ -27,48 +22,45 @@ _SPLITS = {"train", "training", "val", "valid", "validation", "test"}
 
 
 @dataclass(frozen=True)
-class Sample(Generic[T]):
+class Sample:
     """An image (the first text, in a pair of texts) with its class or its captions as `target`.
 
     `key` names the sample in messages.
     """
 
     image: Any
-    target: T
+    target: Any
     key: str
 
 
-class Samples(Protocol[T_co]):
-    """Samples by index, as `megabatch.data.PairDataset` has pairs.
+class Samples:
+    """Samples by index, bad ones included; `samples[i]` raises BadSample for one of these.
 
-    A source may also have `damage: list[str]`, a line for each part of its files that cannot be
-    read, and `notes: list[str]`, other remarks that a user should see before the data are used.
+    first: the kind of the samples' first elements, "image" or "text"; damage: a line for each part
+    of the files that cannot be read; notes: other remarks that a user should see before.
     """
 
+    first: str = "image"
+    damage: Sequence[str] = ()
+    notes: Sequence[str] = ()
+
     def __len__(self) -> int:
-        """Number of samples, bad ones included."""
-        ...
+        raise NotImplementedError
 
-    def __getitem__(self, index: int, /) -> Sample[Any]:
-        """Sample `index`; raises `megabatch.data.BadSample` if it cannot be used."""
-        ...
+    def __getitem__(self, index: int) -> Sample:
+        raise NotImplementedError
 
 
-def first_of(samples: Samples[Any]) -> str:
-    """The kind of the samples' first elements, "image" or "text"."""
-    return str(getattr(samples, "first", "image"))
-
-
-class Labelled(Samples[int], Protocol):
+class Labelled(Samples):
     """Images with class labels.
 
     classes: the classes' names, None if they only have numbers; n_classes: how many there are;
     templates: a file of prompt templates that came with the images.
     """
 
-    classes: list[str] | None
+    classes: list[str] | None = None
     n_classes: int
-    templates: Path | None
+    templates: Path | None = None
 
 
 def open_labelled(spec: str) -> Labelled:
@@ -93,14 +85,12 @@ def open_labelled(spec: str) -> Labelled:
     return ShardLabels(paths)
 
 
-class FolderLabels:
+class FolderLabels(Labelled):
     """One folder of images per class, as in torchvision's ImageFolder: `classes` names the folders.
 
     Raises:
         UsageError: there are no such folders, or a class has no image.
     """
-
-    templates: Path | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,36 +103,36 @@ class FolderLabels:
                 f"{folder} holds {', '.join(found.classes)}, which look like splits and not "
                 f"like classes: give one of them, such as {folder / found.classes[0]}"
             )
-        if odd := [printable(name) for name in found.classes if printable(name) != name]:
-            raise UsageError(f"{folder}: the name of folder '{odd[0]}': expected text in UTF-8")
         self._images = found.samples
-        self.classes: list[str] | None = found.classes
+        self.classes = [printable(name) for name in found.classes]
         self.n_classes = len(found.classes)
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def __getitem__(self, index: int) -> Sample[int]:
+    def __getitem__(self, index: int) -> Sample:
         path, label = self._images[index]
-        name = Path(path).relative_to(self.folder).as_posix()
-        key = printable(name)
-        data = ImageFiles((self.folder,)).read(name, key)
+        key = printable(Path(path).relative_to(self.folder).as_posix())
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise BadSample("unreadable image file", key) from error
         return Sample(decode_image(data, key), label, key)
 
 
-class ShardLabels(TarSamples):
+class ShardLabels(Labelled):
     """WebDataset shards whose samples have an image and a class index, `cls`: 0, 1 ...
 
-    `classes`: the names in `classnames.txt`; None if there is no such file. `templates`: the path
-    of the prompt templates that came with the shards, if any.
+    `classes` are the names in `classnames.txt`, None if there is no such file.
 
     Raises:
         UsageError: the files cannot be read, or no sample has a `cls`.
     """
 
     def __init__(self, paths: list[Path]) -> None:
-        super().__init__(paths)
-        if not any(self.has(i, "cls") for i in range(len(self))):
+        self._tar = TarSamples(paths)
+        self.damage = self._tar.damage
+        if not any(self._tar.has(i, "cls") for i in range(len(self))):
             why = "; ".join(self.damage) or "no sample has a member .cls with a class index"
             raise UsageError(f"no labelled images in {', '.join(map(str, paths[:3]))}: {why}")
         names = _beside(paths[0].parent, CLASS_NAMES)
@@ -150,16 +140,19 @@ class ShardLabels(TarSamples):
         self.templates = _beside(paths[0].parent, TEMPLATES)
         self.n_classes = len(self.classes) if self.classes else self._count()
 
-    def __getitem__(self, index: int) -> Sample[int]:
-        label = self._label(index)
-        if self.classes is not None and label >= len(self.classes):
-            raise BadSample("class index beyond the class names", self.key(index))
-        return Sample(self.image(index), label, self.key(index))
+    def __len__(self) -> int:
+        return len(self._tar)
+
+    def __getitem__(self, index: int) -> Sample:
+        label, key = self._label(index), self._tar.key(index)
+        if label >= self.n_classes:
+            raise BadSample("class index beyond the class names", key)
+        return Sample(self._tar.image(index), label, key)
 
     def _label(self, index: int) -> int:
-        text = self.read(index, "cls")
+        text = self._tar.read(index, "cls")
         if not text.strip().isdigit():
-            raise BadSample("class index is not a number", self.key(index))
+            raise BadSample("class index is not a number", self._tar.key(index))
         return int(text)
 
     def _count(self) -> int:
@@ -173,10 +166,8 @@ class ShardLabels(TarSamples):
 
 def _beside(folder: Path, name: str) -> Path | None:
     """The path of a file in the folder or in its parent; None if neither has it."""
-    for candidate in (folder / name, folder.resolve().parent / name):
-        if candidate.is_file():
-            return candidate
-    return None
+    places = (folder / name, folder.resolve().parent / name)
+    return next((path for path in places if path.is_file()), None)
 
 
 def read_lines(path: Path) -> list[str]:

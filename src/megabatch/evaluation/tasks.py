@@ -1,47 +1,41 @@
-"""Retrieval tasks: images to be matched with texts, scored by a model and by a pixel baseline."""
+"""Tasks: images to be matched with texts, or to be classified.
+
+Each has a `key`, its data, and a method `score(encoder)` that embeds these once and returns the
+entries of `evaluation.json`: figures of the model, by method, next to those of guessing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
+from megabatch.errors import UsageError
 from megabatch.evaluation.captions import CaptionedPairs
-from megabatch.evaluation.embed import Encoder
+from megabatch.evaluation.embed import Embedded, Encoder
+from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
 from megabatch.evaluation.retrieval import (
     Answers,
+    answered_within,
     answers_by_ids,
     answers_by_pairs,
     chance_by_answers,
-    expected_recalls,
     metrics_by_answers,
 )
-from megabatch.evaluation.samples import Captions, Samples, first_of
-from megabatch.evaluation.table import WAYS
+from megabatch.evaluation.samples import Labelled, Samples
+from megabatch.evaluation.table import ACCURACY, WAYS
+from megabatch.evaluation.zeroshot import Prompts, class_features
+from megabatch.ranks import all_gather_rows, local_range
 
-KS = (1, 5, 10)
-_QUERIES_PER_BLOCK = 256  # of the pixel baseline
+KS, TOPS = (1, 5, 10), (1, 5)
+_ROWS = 4096  # images per block of classes' scores
 
-
-@dataclass(frozen=True)
-class Task:
-    """Images to be matched with texts.
-
-    candidates: the texts to choose from, each once; None: the captions of `samples`.
-    baseline: computes image→text recalls that need no model; None if there are none.
-    """
-
-    key: str
-    title: str
-    note: str
-    samples: Samples[Captions]
-    candidates: list[str] | None = None
-    baseline: Callable[[], dict[str, float]] | None = None
+#: Entries of `evaluation.json`, by the kind of figures.
+Entries: TypeAlias = "dict[str, dict[str, Any]]"
 
 
 @dataclass(frozen=True)
@@ -53,7 +47,7 @@ class Matched:
     """
 
     title: str
-    samples: Samples[Any]
+    samples: Samples
     indices: list[int]
     features: Tensor
     texts: list[str]
@@ -61,145 +55,207 @@ class Matched:
     answers: Answers
 
 
-def score(encoder: Encoder, task: Task) -> tuple[dict[str, Any], Matched]:
-    """Embed the task's images and texts, and rank them against each other.
-
-    Returns:
-        The task's entry in `evaluation.json`, with figures such as `image_to_text/recall@1` by
-        contender ("model", "chance", "baseline"); and the features.
-    """
-    images = encoder.embed(task.samples, task.title)
-    texts, answers = _match(images.targets, task, encoder.device)
-    features = images.features, encoder.texts(texts)
-    matched = Matched(
-        *(task.title, task.samples, images.indices, features[0], texts, features[1], answers)
-    )
-    options: dict[str, Any] = {"ks": KS, "ways": WAYS}
-    entry = {
-        "title": task.title,
-        "note": task.note,
-        "first": first_of(task.samples),
+def _about(title: str, note: str, samples: Samples, images: Embedded) -> dict[str, Any]:
+    """The part of an entry that all kinds have."""
+    return {
+        "title": title,
+        "note": note,
+        "first": samples.first,
         "images": len(images.indices),
-        "texts": len(texts),
         **images.left_out(),
-        "damage": list(getattr(task.samples, "damage", [])),
-        "model": metrics_by_answers(*features, answers, group=encoder.group, **options),
-        "chance": chance_by_answers(answers, **options),
+        "damage": list(samples.damage),
     }
-    if task.baseline is not None:
-        entry["baseline"] = {f"{WAYS[0]}/{k}": v for k, v in task.baseline().items()}
-    return entry, matched
 
 
-def _match(captions: list[Captions], task: Task, device: str) -> tuple[list[str], Answers]:
-    """The candidate texts, and the right answers of the task's images or first texts.
+# Retrieval.
 
-    Of two texts each second one is a candidate once, and right for all first texts that have it.
 
-    If an image has several captions, each caption belongs to its own image alone, as is standard on
-    COCO and Flickr30k. If each image has one, all images with the same caption belong to it.
+@dataclass(frozen=True)
+class RetrievalTask:
+    """Images to be matched with texts.
+
+    candidates: the texts to choose from, each once; None: the captions of `samples`.
     """
-    counts = torch.tensor([len(of_image) for of_image in captions], device=device)
-    rows = torch.repeat_interleave(counts)
-    all_texts = [text for of_image in captions for text in of_image]
-    of_texts = first_of(task.samples) == "text"
-    several = any(len(set(of_image)) > 1 for of_image in captions)
-    if several and task.candidates is None and not of_texts:
-        return all_texts, answers_by_ids(torch.arange(len(captions), device=device), rows)
-    texts = task.candidates or list(dict.fromkeys(all_texts))
-    index = {text: i for i, text in enumerate(texts)}
-    columns = torch.tensor([index[text] for text in all_texts], device=device)
-    if of_texts:
-        return texts, answers_by_pairs(rows, columns, len(captions), len(texts))
-    first = counts.cumsum(0) - counts
-    return texts, answers_by_ids(columns[first], torch.arange(len(texts), device=device))
+
+    key: str
+    title: str
+    note: str
+    samples: Samples
+    candidates: list[str] | None = None
+
+    def score(self, encoder: Encoder) -> tuple[Entries, Matched]:
+        """Rank images and texts against each other: figures such as `image_to_text/recall@1`."""
+        images = encoder.embed(self.samples, self.title)
+        texts, answers = self._match(images.targets, encoder.device)
+        features = images.features, encoder.texts(texts)
+        options: dict[str, Any] = {"ks": KS, "ways": WAYS}
+        entry = {
+            **_about(self.title, self.note, self.samples, images),
+            "texts": len(texts),
+            "model": metrics_by_answers(*features, answers, group=encoder.group, **options),
+            "chance": chance_by_answers(answers, **options),
+        }
+        matched = images.indices, features[0], texts, features[1], answers
+        return {"retrieval": entry}, Matched(self.title, self.samples, *matched)
+
+    def _match(self, captions: list[list[str]], device: str) -> tuple[list[str], Answers]:
+        """The candidate texts, and the right answers of images or first texts.
+
+        Of two texts each second one is a candidate once, and right for all first ones that have it.
+
+        If an image has several captions, each caption belongs to its own image alone, as is
+        standard on COCO and Flickr30k. If each image has one, all images with the same caption
+        belong to it.
+        """
+        counts = torch.tensor([len(of_image) for of_image in captions], device=device)
+        rows = torch.repeat_interleave(counts)
+        all_texts = [text for of_image in captions for text in of_image]
+        of_texts = self.samples.first == "text"
+        several = any(len(set(of_image)) > 1 for of_image in captions)
+        if several and self.candidates is None and not of_texts:
+            return all_texts, answers_by_ids(torch.arange(len(captions), device=device), rows)
+        texts = self.candidates or list(dict.fromkeys(all_texts))
+        index = {text: i for i, text in enumerate(texts)}
+        columns = torch.tensor([index[text] for text in all_texts], device=device)
+        if of_texts:
+            return texts, answers_by_pairs(rows, columns, len(captions), len(texts))
+        first = counts.cumsum(0) - counts
+        return texts, answers_by_ids(columns[first], torch.arange(len(texts), device=device))
 
 
-def pairs_task(title: str, samples: Samples[Captions]) -> Task:
+def pairs_task(title: str, samples: Samples) -> RetrievalTask:
     """Match images with their captions, or first texts with second ones."""
     note = (
         f"The images of {title} among all their captions. Where images have several captions, each "
         "of them is right for its own image; where each has one, all images of one caption are "
         "right for it."
     )
-    if first_of(samples) == "text":
+    if samples.first == "text":
         note = (
             f"The first texts of the pairs in {title} among all second ones, and back, each text "
             "once. All second texts that a first text is paired with are right for it."
         )
-    return Task("pairs", title, note, samples)
+    return RetrievalTask("pairs", title, note, samples)
 
 
-# The built-in tasks.
-
-
-def glyph_tasks(glyphs: GlyphSet) -> list[Task]:
+def glyph_tasks(glyphs: GlyphSet) -> list[RetrievalTask]:
     """Held-out faces among their own names, and held-out characters among all names."""
-    train, faces, characters = (glyphs.split(s) for s in ("train", "faces", "characters"))
-    face_names = " and ".join(sorted({glyphs.face_names[f] for f in faces.faces}))
-
-    def face_baseline() -> dict[str, float]:
-        of_train, of_faces = (train.images, train.name_ids), (faces.images, faces.name_ids)
-        return pixel_neighbour_recalls(*of_train, *of_faces, ks=KS)
-
+    faces, characters = (CaptionedPairs(glyphs.split(s)) for s in ("faces", "characters"))
+    own = "Images of two faces that training never saw, among all names of these images."
+    all_names = "Images of characters whose names training never saw, among the names of all."
     return [
-        Task(
-            "faces",
-            "held-out faces",
-            f"Every image of {face_names}, two faces that training never saw, among all names of "
-            "these images. The pixel baseline names an image after the training images nearest "
-            "to it.",
-            CaptionedPairs(faces),
-            baseline=face_baseline,
-        ),
-        Task(
-            "characters",
-            "held-out characters",
-            "Images of characters whose names training never saw, among the names of all "
-            "characters. The pixel baseline is 0 by construction: it can give only names that a "
-            "training image has.",
-            CaptionedPairs(characters),
-            candidates=glyphs.names,
-            baseline=lambda: {f"recall@{k}": 0.0 for k in KS},
-        ),
+        RetrievalTask("faces", "held-out faces", own, faces),
+        RetrievalTask("characters", "held-out characters", all_names, characters, glyphs.names),
     ]
 
 
-def pixel_neighbour_recalls(
-    train_images: np.ndarray,
-    train_ids: np.ndarray,
-    query_images: np.ndarray,
-    query_ids: np.ndarray,
-    *,
-    ks: Sequence[int] = (1, 5, 10),
-) -> dict[str, float]:
-    """Recall@k of naming each query after its nearest training images, by Euclidean distance.
+# Classification.
 
-    A name's distance is that of its nearest training image, and names, not images, are ranked.
-    Names at the same distance count as in random order, as in `retrieval_metrics`.
+
+@dataclass(frozen=True)
+class ClassTask:
+    """Images to be classified.
+
+    prompts: for zero-shot classification. train: training images for nearest neighbours and a
+    linear probe, None to leave these out.
+
+    Raises:
+        UsageError: the training images lack a class.
+    """
+
+    key: str
+    title: str
+    note: str
+    samples: Labelled
+    prompts: Prompts
+    train: Labelled | None = None
+
+    def __post_init__(self) -> None:
+        if self.train is not None:
+            train_labels(self.samples, self.train)  # before anything is embedded
+
+    def score(self, encoder: Encoder) -> tuple[Entries, Matched]:
+        """Classify zero-shot and, if there are training images, by these."""
+        images = encoder.embed(self.samples, self.title)
+        labels = torch.tensor(images.targets, device=encoder.device)
+        classes = class_features(encoder.texts, self.prompts)
+        entry = self._entry(images, len(classes), f"{self.note} Templates: {self.prompts}.")
+        entry["model"] = accuracy(lambda x: x @ classes.T, images.features, labels, encoder.group)
+        entries = {"zero_shot": entry}
+        if self.train is not None:
+            entries["classification"] = self._score_trained(encoder, images, self.train)
+        answers = answers_by_ids(labels, torch.arange(len(classes), device=encoder.device))
+        matched = images.indices, images.features, list(self.prompts.names), classes, answers
+        return entries, Matched(self.title, self.samples, *matched)
+
+    def _score_trained(self, encoder: Encoder, images: Embedded, train: Labelled) -> dict[str, Any]:
+        known = encoder.embed(train, f"{self.title}, training images")
+        device, n_classes = encoder.device, train.n_classes
+        labels = train_labels(self.samples, train)[torch.tensor(images.targets)].to(device)
+        data = known.features, torch.tensor(known.targets, device=device), n_classes
+        probe, c = choose_and_fit(*data)
+        note = f"{len(known.targets):,} training images. Linear probe: C = {c:g}, the best of "
+        note += "thirteen for a fifth of them, then fitted to all."
+        entry = self._entry(images, n_classes, note)
+        entry["damage"] += train.damage
+        entry |= {"train_images": len(known.targets), **known.left_out("train_")}
+        for name, scores in (("neighbours", neighbour_votes(*data)), ("probe", probe)):
+            entry[name] = accuracy(scores, images.features, labels, encoder.group)
+        return entry
+
+    def _entry(self, images: Embedded, n_classes: int, note: str) -> dict[str, Any]:
+        chances = [min(1.0, k / n_classes) for k in TOPS] + [1 / n_classes]
+        return {
+            **_about(self.title, note.lstrip(), self.samples, images),
+            "classes": n_classes,
+            "chance": dict(zip(ACCURACY.values(), chances, strict=True)),
+        }
+
+
+def accuracy(
+    scores: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, group: object = "local"
+) -> dict[str, float]:
+    """`top1`, `top5` and `mean_per_class_recall` (of top1, over the classes that occur).
+
+    Classes that score the same count as in random order, as in `megabatch.evaluation.retrieval`.
 
     Args:
-        train_images, query_images: uint8 (n, ...) and (q, ...), of the same size.
-        train_ids, query_ids: int64 (n,) and (q,), the images' names; each query's occurs in
-            training.
+        scores: returns the classes' scores (m, classes) of images (m, d).
+        images: (n, d); labels: int64 (n,).
+        group: ranks that share the work; each holds all of these tensors.
     """
-    order = np.argsort(train_ids, kind="stable")
-    names, starts = np.unique(train_ids[order], return_index=True)
-    train, query = (
-        torch.from_numpy(np.ascontiguousarray(images)).flatten(1).float() / 255
-        for images in (train_images[order], query_images)
-    )
-    # |q - t|² = |q|² - 2 (<q, t> - |t|²/2): the bracket alone decides.
-    halves = train.square().sum(1) / 2
-    counts = []
-    columns = torch.from_numpy(np.searchsorted(names, query_ids))
-    for block, own in zip(
-        query.split(_QUERIES_PER_BLOCK), columns.split(_QUERIES_PER_BLOCK), strict=True
-    ):
-        products = (block @ train.T - halves).numpy()
-        closeness = torch.from_numpy(np.maximum.reduceat(products, starts, axis=1))
-        target = closeness.gather(1, own[:, None])
-        counts.append(((closeness > target).sum(1), (closeness == target).sum(1) - 1))
-    above, equal = (torch.cat(of_blocks) for of_blocks in zip(*counts, strict=True))
-    recalls = expected_recalls(above, equal, torch.ones_like(above), ks)
-    return {f"recall@{k}": recall for k, recall in recalls.items()}
+    found = [labels.new_zeros(0, 2)]
+    mine = local_range(len(images), group, block=_ROWS)
+    for start in range(mine.start, mine.stop, _ROWS):
+        rows = slice(start, min(mine.stop, start + _ROWS))
+        score = scores(images[rows])
+        target = score.gather(1, labels[rows, None])
+        above, equal = (score > target).sum(1), (score == target).sum(1) - 1
+        found.append(torch.stack([above, equal], dim=1))
+    above, equal = all_gather_rows(torch.cat(found), group).unbind(1)
+    within = [answered_within(above, equal, torch.ones_like(above), k) for k in TOPS]
+    counts, right = labels.bincount(), labels.bincount(within[0])
+    shares = (*within, (right / counts)[counts > 0])
+    return {name: float(s.mean()) for name, s in zip(ACCURACY.values(), shares, strict=True)}
+
+
+def train_labels(test: Labelled, train: Labelled) -> Tensor:
+    """Match test classes with training classes, by name or else by number; int64 (test classes,).
+
+    Raises:
+        UsageError: a class of the test images is missing from the training images.
+    """
+    if test.classes is None or train.classes is None:
+        if train.n_classes < test.n_classes:
+            raise UsageError(
+                f"the test images have {test.n_classes} classes, the training images only "
+                f"{train.n_classes}"
+            )
+        return torch.arange(test.n_classes)
+    missing = [name for name in test.classes if name not in train.classes]
+    if missing:
+        raise UsageError(
+            f"{len(missing)} of {len(test.classes)} classes of the test images are not among the "
+            f"training images', such as {missing[0]!r}"
+        )
+    return torch.tensor([train.classes.index(name) for name in test.classes])

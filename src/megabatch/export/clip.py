@@ -164,21 +164,16 @@ def _write_tokenizer(tokenizer: Any, context_length: int, folder: Path) -> None:
 
 
 def _processor(pixels: dict[str, Any], side: int) -> dict[str, Any]:
-    """The settings of `CLIPImageProcessor`, from those of OpenCLIP's transform."""
+    """The settings of `CLIPImageProcessor` that OpenCLIP's transform decides."""
     crop = pixels["resize_mode"] == "shortest"
     size = {"height": side, "width": side}
     return {
         "image_processor_type": "CLIPImageProcessor",
         "processor_class": "CLIPProcessor",
-        "do_convert_rgb": True,
-        "do_resize": True,
         "size": {"shortest_edge": side} if crop else size,
         "resample": _FILTERS[pixels["interpolation"]],
         "do_center_crop": crop,
         "crop_size": size,
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
         "image_mean": list(pixels["mean"]),
         "image_std": list(pixels["std"]),
     }

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
 from megabatch.evaluation.config import read_config
-from megabatch.export.options import Export, Target
+from megabatch.hints import Positional
 from megabatch.options import parse
+
+Target = Literal["openclip", "huggingface", "sentence-transformers"]
+Weights = Literal["final", "ema"]
+
 
 _LOADED_BY: dict[Target, str] = {
     "openclip": "open_clip.create_model_and_transforms('local-dir:{}')",
@@ -13,19 +21,34 @@ _LOADED_BY: dict[Target, str] = {
 }
 
 
+@dataclass(frozen=True)
+class Export:
+    """Write a run's model as a folder that another library loads, with the same embeddings.
+
+    Nothing is downloaded. The folder appears when it is complete.
+    """
+
+    run: Annotated[Path, Positional("RUN")]
+    """The run's folder: config.toml with model.safetensors or checkpoints."""
+    to: Target
+    """The library: openclip for OpenCLIP's models; huggingface for models and text encoders of
+    transformers, and for ViTs of OpenCLIP that are of CLIPModel's form; sentence-transformers for
+    models of pairs of texts, such as retrievers."""
+    output: Path
+    """Folder to create. If it exists, it must be empty."""
+    weights: Weights = "final"
+    """The trained weights, or their moving average (model-ema.safetensors)."""
+    trust: bool = False
+    """Allow the configuration of RUN to name code to run: a model of the form module:function."""
+
+
 def main(argv: list[str]) -> int:
     """Export, print the call that loads the folder, and notes; returns the exit code."""
     options = parse(Export, argv, prog="megabatch export")
     read_config(options.run)
     from megabatch.export.run import export_run  # --help and errors import as little as possible
 
-    notes = export_run(
-        options.run,
-        to=options.to,
-        output=options.output,
-        weights=options.weights,
-        trust=options.trust,
-    )
+    notes = export_run(**vars(options))
     print(f"{options.output}: load it with {_LOADED_BY[options.to].format(options.output)}")
     for note in notes:
         print(f"note: {note}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 from collections.abc import Mapping
@@ -11,10 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from megabatch.evaluation.run_folder import Opened
-from megabatch.models.hf_folder import FolderTokenizer, has_optional_pooler, read_config
-from megabatch.models.hf_text_pair import TextEncoder
-from megabatch.models.hf_two_towers import PROCESSORS
-from megabatch.models.pooling import Pooling
+from megabatch.models.hf_images import PROCESSORS
+from megabatch.models.huggingface import FolderTokenizer, TextEncoder, read_config
+from megabatch.models.padding import Pooling
 
 _POOLED: dict[Pooling, str] = {
     "mean": "the mean over the tokens",
@@ -27,20 +27,20 @@ def write_encoder(opened: Opened, folder: Path) -> list[str]:
     """Write a text encoder and its tokenizer; see `Writer`."""
     module: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
-    save_encoder(module.first, tokenizer, folder)
+    save_encoder(module.visual, tokenizer, folder)
     note = (
         "the folder has the encoder alone: an embedding is "
-        f"{_POOLED[module.first.pooling]} of its last hidden states, normalised"
+        f"{_POOLED[module.visual.pooling]} of its last hidden states, normalised"
     )
-    if without_pooler(module.first):
+    if without_pooler(module.visual):
         note += "; add_pooling_layer=False loads it without a pooler, which no embedding uses"
     return [note]
 
 
 def without_pooler(encoder: TextEncoder) -> dict[str, bool]:
     """The arguments with which `AutoModel` loads a saved encoder without a pooler."""
-    model: Any = encoder.encoder
-    return {"add_pooling_layer": False} if has_optional_pooler(model.config) else {}
+    parameters = inspect.signature(type(encoder.encoder)).parameters
+    return {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
 
 
 def save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from megabatch.errors import UsageError
 from megabatch.evaluation.run_folder import Opened
-from megabatch.models import ModelOptions, create
-from megabatch.models.openclip import FOLDER, read_config
+from megabatch.models import ModelOptions
+from megabatch.models.openclip import read_config
 from megabatch.training.checkpoint import save_tensors
 
 #: The settings of a transform that OpenCLIP stores; the image's size is the model's.
@@ -31,36 +31,27 @@ def write(opened: Opened, folder: Path) -> list[str]:
     tokenizer: Any = opened.towers.tokenizer
     if hasattr(tokenizer, "save_pretrained"):  # Hugging Face's; OpenCLIP comes with its own
         tokenizer.save_pretrained(folder)
-    if "timm_model_name" in config["vision_cfg"] and "force_image_size" in opened.config:
-        _check_size(opened, folder)
     encoder = config["text_cfg"].get("hf_model_name")
     if encoder is None:
         return []
     return [f"OpenCLIP reads the configuration of {encoder} from the hub or its local cache"]
 
 
-def _check_size(opened: Opened, folder: Path) -> None:
-    """Check that OpenCLIP loads a folder with one of timm's towers at another size than its own.
-
-    It builds such a tower at its own size and has no setting for another, so a tower with one
-    position per patch does not take the weights.
+def model_config(opened: Opened) -> dict[str, Any]:
+    """An OpenCLIP model's configuration with the run's changes.
 
     Raises:
-        UsageError: it does not load.
+        UsageError: it has no setting for a change.
     """
-    try:
-        create(f"{FOLDER}{folder}")
-    except UsageError as error:
-        raise UsageError(
-            f"--to openclip: OpenCLIP cannot load {opened.towers.name} with --force-image-size "
-            f"{opened.config['force_image_size']}, as it builds timm's towers at their own size"
-        ) from error
-
-
-def model_config(opened: Opened) -> dict[str, Any]:
-    """An OpenCLIP model's configuration with the run's changes."""
     options = ModelOptions.of(opened.config)
     config = read_config(opened.towers.name)
+    size, timm = config["vision_cfg"].get("image_size"), "timm_model_name" in config["vision_cfg"]
+    if timm and options.force_image_size not in (None, size):
+        raise UsageError(
+            f"--to openclip: {opened.towers.name} with --force-image-size "
+            f"{options.force_image_size}, but OpenCLIP builds timm's towers at their own size, "
+            f"{size}, only"
+        )
     changes = {
         ("vision_cfg", "patch_dropout"): options.force_patch_dropout,
         ("vision_cfg", "image_size"): options.force_image_size,

@@ -11,13 +11,13 @@ from safetensors import SafetensorError
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import clip, hugging_face, openclip, sentence_transformers
-from megabatch.export.options import Target, Weights
+from megabatch.export.command import Target, Weights
 from megabatch.files import new_folder
 from megabatch.hints import is_reference
 from megabatch.imports import named_extras
 from megabatch.models import Towers
-from megabatch.models.hf_text_pair import TextPair
-from megabatch.models.hf_two_towers import HuggingFaceTwoTowers
+from megabatch.models.hf_images import ImageTower
+from megabatch.models.huggingface import TextEncoder
 from megabatch.models.towers import TwoTowers
 
 #: Writes a model's files into an empty folder; returns sentences that its users must know.
@@ -66,28 +66,24 @@ def _writer(towers: Towers, to: Target) -> Writer:
     kind, writers = _writers(towers)
     if to in writers:
         return writers[to]
+    instead = f"expected --to {' or '.join(writers)}"
     if not writers:
-        raise UsageError(
-            f"--to {to}: {towers.name} is {kind}, which no other library has; "
-            f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"
-        )
-    raise UsageError(
-        f"--to {to}: {towers.name} is {kind}, for which {to} has no format; "
-        f"expected --to {' or '.join(writers)}"
-    )
+        instead = f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"
+    raise UsageError(f"--to {to}: {towers.name} is {kind}, for which {to} has no format; {instead}")
 
 
 def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
     """A description of the model's kind, and its writers by library."""
     module = towers.module
-    if isinstance(module, TextPair) and module.share:
+    visual = getattr(module, "visual", None)
+    if isinstance(visual, TextEncoder) and module.text is None:
         return "a Hugging Face text encoder", {
             "sentence-transformers": sentence_transformers.write,
             "huggingface": hugging_face.write_encoder,
         }
-    if isinstance(module, TextPair):
+    if isinstance(visual, TextEncoder):
         return "a pair of two text encoders", {"sentence-transformers": sentence_transformers.write}
-    if isinstance(module, HuggingFaceTwoTowers):
+    if isinstance(visual, ImageTower):
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
     if is_reference(towers.name):
         return "a model of your own", {}

@@ -10,11 +10,9 @@ from typing import Any
 
 from megabatch.evaluation.run_folder import Opened
 from megabatch.export.hugging_face import save_encoder, without_pooler, write_json
-from megabatch.models.hf_folder import FolderTokenizer
-from megabatch.models.hf_text_pair import TextEncoder, TextPair
-from megabatch.models.pooling import Pooling
+from megabatch.models.huggingface import FolderTokenizer, TextEncoder
+from megabatch.models.padding import Pooling
 
-_MODULES = "sentence_transformers.models."
 _POOLING: dict[Pooling, str] = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",
@@ -25,70 +23,40 @@ _POOLING: dict[Pooling, str] = {
 def write(opened: Opened, folder: Path) -> list[str]:
     """Write a model whose `encode` gives normalised embeddings; see `Writer`.
 
-    Two encoders become a router: the first is that of `encode_query`, the second that of
-    `encode_document`.
+    Two encoders become two models, in the folders `query` and `document`.
     """
     pair: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
     notes = _differences(opened)
-    if pair.share:
-        _write_transformer(pair.first, tokenizer, folder)
-        _write_pooling(pair.first, folder / "1_Pooling")
-        modules = {"": "Transformer", "1_Pooling": "Pooling"}
-    else:
-        _write_router(pair, tokenizer, folder)
-        modules = {"": "Router"}
-        notes.append(
-            "queries are encoded by encode_query, documents by encode_document (release 5 or newer)"
-        )
-    normalize = f"{len(modules)}_Normalize"
-    (folder / normalize).mkdir()  # it has no files, but its folder is looked for
-    modules[normalize] = "Normalize"
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": _MODULES + kind}
-        for i, (path, kind) in enumerate(modules.items())
-    ]
-    write_json(folder / "modules.json", listed)
-    settings: dict[str, Any] = {
-        "prompts": {},
-        "default_prompt_name": None,
-        "similarity_fn_name": "cosine",
-    }
-    write_json(folder / "config_sentence_transformers.json", settings)
-    return notes
+    if pair.text is None:
+        _write_model(pair.visual, tokenizer, folder)
+        return notes
+    for side, encoder in (("query", pair.visual), ("document", pair.text)):
+        (folder / side).mkdir()
+        _write_model(encoder, tokenizer, folder / side)
+    return [*notes, "there are two models, in its folders query and document: load each of them"]
 
 
-def _write_transformer(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+def _write_model(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
     save_encoder(encoder, tokenizer, folder)
     settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
     if left_out := without_pooler(encoder):
         settings["model_args"] = left_out
     write_json(folder / "sentence_bert_config.json", settings)
-
-
-def _write_pooling(encoder: TextEncoder, folder: Path) -> None:
-    folder.mkdir()
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules.items())
+    ]
+    write_json(folder / "modules.json", listed)
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()  # it has no files, but its folder is looked for
     model: Any = encoder.encoder
     modes = {name: kind == encoder.pooling for kind, name in _POOLING.items()}
     settings = {"word_embedding_dimension": int(model.config.hidden_size), **modes}
-    write_json(folder / "config.json", settings)
-
-
-def _write_router(pair: TextPair, tokenizer: FolderTokenizer, folder: Path) -> None:
-    sides = {"query": pair.first, "document": pair.second}
-    for side, encoder in sides.items():
-        inner = folder / f"{side}_0_Transformer"
-        inner.mkdir()
-        _write_transformer(encoder, tokenizer, inner)
-        _write_pooling(encoder, folder / f"{side}_1_Pooling")
-    kinds = {"0_Transformer": "Transformer", "1_Pooling": "Pooling"}
-    settings = {
-        "types": {f"{side}_{path}": _MODULES + kinds[path] for side in sides for path in kinds},
-        "structure": {side: [f"{side}_{path}" for path in kinds] for side in sides},
-        # Which of the two encoders a text is for is not guessed: plain `encode` raises.
-        "parameters": {"default_route": None, "allow_empty_key": False},
-    }
-    write_json(folder / "router_config.json", settings)
+    write_json(folder / "1_Pooling" / "config.json", settings)
+    settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    write_json(folder / "config_sentence_transformers.json", settings)
 
 
 def _differences(opened: Opened) -> list[str]:

@@ -4,16 +4,16 @@
 
     loss = MegabatchRankingLoss(model, mini_batch_size=64)  # CachedMultipleNegativesRankingLoss
 
-The classes here inherit from the library's own. Arguments and their meaning, gradient caching,
-`MatryoshkaLoss` and model cards are unchanged; only the loss of the embeddings and its gradient
-come from `megabatch.similarity`. Texts are encoded in order of length, so that the library's
-mini-batches have little padding.
+The classes here inherit from the library's own. Arguments and their meaning, gradient caching and
+`MatryoshkaLoss` are unchanged; only the loss of the embeddings and its gradient come from
+`megabatch.similarity`. Texts are encoded in order of length, so that the library's mini-batches
+have little padding.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -27,36 +27,11 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
 from megabatch.losses.base import unit_rows
-from megabatch.losses.negatives import Logits, Rows, no_ids
+from megabatch.losses.negatives import Logits, Rows, no_ids, similarity_limit
 from megabatch.losses.terms import minus_log_probability
 from megabatch.models.padding import is_masked_kind
 from megabatch.similarity import global_mean, pair_ids, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_scalar, product_dtype
-from megabatch.similarity.pointwise import row_products
-
-CITATION = """
-@misc{cheng2024breaking,
-    title={Breaking the Memory Barrier: Near Infinite Batch Size Scaling for Contrastive Loss},
-    author={Zesen Cheng and Hang Zhang and Kehan Li and Sicong Leng and Zhiqiang Hu and Fei Wu and Deli Zhao and Xin Li and Lidong Bing},
-    year={2024},
-    eprint={2410.17243},
-    archivePrefix={arXiv},
-    primaryClass={cs.CV}
-}
-"""  # noqa: E501
-
-#: The library's class without caching has it, the one with caching has none.
-GIST_CITATION = """
-@misc{solatorio2024gistembed,
-    title={GISTEmbed: Guided In-sample Selection of Training Negatives for Text Embedding Fine-tuning},
-    author={Aivin V. Solatorio},
-    year={2024},
-    eprint={2402.16829},
-    archivePrefix={arXiv},
-    primaryClass={cs.LG}
-}
-"""  # noqa: E501
-
 
 #: Modules of sentence-transformers whose result for a text does not depend on its padding, after
 #: a transformer that masks padding.
@@ -65,7 +40,7 @@ _ROW_BY_ROW = frozenset(
 )
 
 
-class _SortsTexts:
+class _Cached:
     """For the library's cached losses: each column of texts is encoded in order of their lengths.
 
     The library cuts a batch into mini-batches in the batch's order, and each of them to its longest
@@ -74,19 +49,22 @@ class _SortsTexts:
     memory. The loss gets the embeddings in the batch's own order.
     """
 
-    sort_by_length: bool
-    _places: tuple[Tensor | None, ...] = ()  # of the batch's rows among the sorted ones, by column
-    _are_in_batch_order = False
+    model: Any
+    _places: Sequence[Tensor | None] = ()  # of the batch's rows among the sorted ones, by column
+
+    def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        encoders = self.model, getattr(self, "guide", self.model)
+        masked = all(map(_masks_padding, encoders))
+        self.sort_by_length = masked if sort_by_length is None else sort_by_length
 
     def forward(
         self, sentence_features: Iterable[dict[str, Any]], labels: Tensor | None = None
     ) -> Tensor:
         """The loss of tokenized texts, one dictionary for each column; labels are not used."""
-        columns = list(sentence_features)
-        places: list[Tensor | None] = [None] * len(columns)
-        if self.sort_by_length:
-            columns, places = map(list, zip(*map(_sorted_by_length, columns), strict=True))
-        self._places, self._are_in_batch_order = tuple(places), False
+        columns, self._are_in_batch_order = list(sentence_features), False
+        if self.sort_by_length and columns:
+            columns, self._places = map(list, zip(*map(_sorted_by_length, columns), strict=True))
         try:
             loss: Tensor = super().forward(columns, labels)  # type: ignore[misc]
         finally:
@@ -130,7 +108,7 @@ def _masks_padding(model: Any) -> bool:
     return is_masked_kind(config) and all(type(m).__name__ in _ROW_BY_ROW for m in modules)
 
 
-class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
+class MegabatchRankingLoss(_Cached, CachedMultipleNegativesRankingLoss):
     """`CachedMultipleNegativesRankingLoss` at any batch size.
 
     Args:
@@ -147,11 +125,9 @@ class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
         ValueError: the library's reasons, or another `similarity_fct`.
     """
 
-    def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _is_cosine(self.similarity_fct)
-        masked = _masks_padding(self.model)
-        self.sort_by_length = masked if sort_by_length is None else sort_by_length
 
     def calculate_loss(
         self,
@@ -168,15 +144,7 @@ class MegabatchRankingLoss(_SortsTexts, CachedMultipleNegativesRankingLoss):
             reps: embeddings (rows, d). labels: not used.
             with_backward: backpropagate to the embeddings, and return the loss without a graph.
         """
-        loss = ranking_loss(self, self._in_batch_order(reps))
-        if with_backward:
-            loss.backward()
-        return loss.detach() if with_backward else loss
-
-    @property
-    def citation(self) -> str:
-        """BibTeX entries for model cards."""
-        return super().citation + CITATION
+        return _finished(ranking_loss(self, self._in_batch_order(reps)), with_backward)
 
 
 class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
@@ -202,13 +170,8 @@ class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
         """The loss of embeddings (rows, d), one tensor for each column; labels are not used."""
         return ranking_loss(self, embeddings)
 
-    @property
-    def citation(self) -> str:
-        """BibTeX entries for model cards."""
-        return super().citation + CITATION
 
-
-class MegabatchGISTEmbedLoss(_SortsTexts, CachedGISTEmbedLoss):
+class MegabatchGISTEmbedLoss(_Cached, CachedGISTEmbedLoss):
     """`CachedGISTEmbedLoss` at any batch size: a guide model leaves out false negatives.
 
     Args:
@@ -219,11 +182,6 @@ class MegabatchGISTEmbedLoss(_SortsTexts, CachedGISTEmbedLoss):
     Raises:
         ValueError: the library's reasons.
     """
-
-    def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        masked = _masks_padding(self.model) and _masks_padding(self.guide)
-        self.sort_by_length = masked if sort_by_length is None else sort_by_length
 
     def calculate_loss(
         self,
@@ -238,16 +196,14 @@ class MegabatchGISTEmbedLoss(_SortsTexts, CachedGISTEmbedLoss):
             reps: embeddings (rows, d). reps_guided: the guide's, (rows, d') of any width.
             with_backward: see there.
         """
-        guides = self._in_batch_order(reps_guided)
-        loss = guided_loss(self, self._in_batch_order(reps), guides)
-        if with_backward:
-            loss.backward()
-        return loss.detach() if with_backward else loss
+        embeddings, guides = map(self._in_batch_order, (reps, reps_guided))
+        return _finished(guided_loss(self, embeddings, guides), with_backward)
 
-    @property
-    def citation(self) -> str:
-        """BibTeX entries for model cards."""
-        return GIST_CITATION + CITATION
+
+def _finished(loss: Tensor, with_backward: bool) -> Tensor:
+    if with_backward:
+        loss.backward()
+    return loss.detach() if with_backward else loss
 
 
 def ranking_loss(settings: Any, embeddings: list[Tensor]) -> Tensor:
@@ -298,11 +254,8 @@ def guided_loss(settings: Any, embeddings: list[Tensor], guides: list[Tensor]) -
     dtype = accumulator_dtype(queries.dtype)
     guide_queries, *guide_documents = (unit_rows(guide.detach(), dtype) for guide in guides)
     group = None if settings.gather_across_devices else "local"
-    limit = row_products(guide_queries, guide_documents[0])
-    margin = settings.margin * (limit.abs() if settings.margin_strategy == "relative" else 1)
-    # A copy of the positive is on the limit, where rounding must not decide: sums of products are
-    # in another order here than in a tile.
-    limit = limit - margin + torch.finfo(dtype).eps * math.sqrt(guide_queries.shape[1])
+    query, positive = Rows(queries, guide_queries), Rows(documents[0], guide_documents[0])
+    limit = similarity_limit(query, positive, -settings.margin, settings.margin_strategy)
     sweep = partial(split_logsumexp, scale=1 / settings.temperature, ceiling=limit, sides="rows")
 
     positives, *negatives = documents

@@ -18,12 +18,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
-from transformers.utils import is_sagemaker_mp_enabled
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.gradient_cache.wrappers import parameters_in
 from megabatch.losses import ClipLoss, SigLipLoss
-from megabatch.models.pooling import Pooling, pool
+from megabatch.models.padding import Pooling, pool
 from megabatch.torch_internals import uncompiled
 
 #: The loss that models of these types compute with `return_loss=True`.
@@ -156,11 +155,11 @@ class MegabatchTrainerMixin:
         self.loss_inputs = tuple(loss_inputs)
         self.contrastive_loss = own_loss(self.model) if loss is None else loss
         _check_no_parameters(self.contrastive_loss, self.model)
-        self._gradient_cache(self.model, 1)  # checks the arguments
+        self._step: tuple[Any, GradientCache] | None = None
+        self._step_for(self.model, 1)  # checks the arguments
         # A mean over pairs has no number of items to be divided by.
         self.model_accepts_loss_kwargs = False
         self.can_return_loss = True
-        self._step: tuple[tuple[Any, ...], GradientCache] | None = None
 
     def compute_loss(
         self,
@@ -171,21 +170,13 @@ class MegabatchTrainerMixin:
     ) -> Any:
         """The loss of a batch; with `return_outputs` also a dict of it and the features."""
         batches, for_loss = self._split(inputs)
-        collected: list[Tensor] = []
-        if return_outputs:
-            step = self._gradient_cache(model, len(batches), collected)
-        else:  # one for all steps, which it compares over ranks, until an attribute is changed
-            changeable = self.micro_batch_size, self.pooling, self.contrastive_loss
-            key = model, len(batches), *changeable
-            if self._step is None or self._step[0] != key:
-                self._step = key, self._gradient_cache(model, len(batches))
-            step = self._step[1]
+        step = self._step_for(model, len(batches))
         with self.accelerator.autocast():  # for the loss, which the model computes in its forward
             loss = step(*batches.values(), **for_loss)
         if not return_outputs:
             return loss
         names = _TWO_TOWERS if len(batches) == 1 else tuple(batches)
-        return loss, {"loss": loss, **dict(zip(names, collected, strict=False))}
+        return loss, {"loss": loss, **dict(zip(names, self._features, strict=False))}
 
     def prediction_step(
         self, model: nn.Module, inputs: Mapping[str, Any], *args: Any, **kwargs: Any
@@ -221,34 +212,29 @@ class MegabatchTrainerMixin:
             )
         return rest, for_loss
 
-    def _gradient_cache(
-        self, model: nn.Module, batches: int, collected: list[Tensor] | None = None
-    ) -> GradientCache:
-        """A step for that many batches, whose loss stores the features in `collected`."""
-        encoder = FeatureEncoder(model, self.pooling)
-        score = functools.partial(_score, self.contrastive_loss, collected)
-        encoders = encoder if batches == 1 else (encoder,) * batches
-        return GradientCache(encoders, score, self.micro_batch_size)
+    def _step_for(self, model: nn.Module, batches: int) -> GradientCache:
+        """The step of so many batches, the same one until an attribute is changed."""
+        key = model, batches, self.micro_batch_size, self.pooling, self.contrastive_loss
+        if self._step is None or self._step[0] != key:
+            encoder = FeatureEncoder(model, self.pooling)
+            encoders = encoder if batches == 1 else (encoder,) * batches
+            self._step = key, GradientCache(encoders, self._score, self.micro_batch_size)
+        return self._step[1]
+
+    def _score(self, *outputs: Tensor, **inputs: Any) -> Tensor:
+        """The loss of encoders' outputs; stores the features among them, for predictions."""
+        self._features = [output.detach() for output in outputs if output.ndim > 1]
+        if len(self._features) < 2:
+            raise ValueError(
+                "inputs: expected a mapping for each text of a pair, such as "
+                '{"query": {"input_ids": ...}, "passage": {...}}, got one batch for a model that '
+                "returns one feature per row"
+            )
+        return self.contrastive_loss(*outputs, **inputs)
 
 
 class MegabatchTrainer(MegabatchTrainerMixin, Trainer):  # type: ignore[misc]
     """Hugging Face's Trainer with gradient caching; see `MegabatchTrainerMixin`."""
-
-
-def _score(
-    loss: Callable[..., Tensor], collected: list[Tensor] | None, *outputs: Tensor, **inputs: Any
-) -> Tensor:
-    """The loss of encoders' outputs; stores the features among them in `collected`."""
-    features = [output for output in outputs if output.ndim > 1]
-    if len(features) < 2:
-        raise ValueError(
-            "inputs: expected a mapping for each text of a pair, such as "
-            '{"query": {"input_ids": ...}, "passage": {...}}, got one batch for a model that '
-            "returns one feature per row"
-        )
-    if collected is not None:
-        collected[:] = [feature.detach() for feature in features]
-    return loss(*outputs, **inputs)
 
 
 def _scale_and_bias(core: nn.Module) -> tuple[Tensor, ...]:
@@ -298,10 +284,6 @@ def _refuse(trainer: Any) -> None:
             trainer.args.n_gpu > 1,
             f"args: {trainer.args.n_gpu} GPUs in one process would be DataParallel, whose replicas "
             "share no batch; start one process per GPU (torchrun, accelerate launch)",
-        ),
-        (
-            is_sagemaker_mp_enabled(),
-            "SageMaker's model parallelism runs both passes itself, without compute_loss",
         ),
         (
             trainer.compute_loss_func is not None,

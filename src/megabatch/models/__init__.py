@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 from megabatch.imports import lazy
 
 if TYPE_CHECKING:
-    from megabatch.models.registry import available, create
+    from megabatch.models.names import available
+    from megabatch.models.registry import create
     from megabatch.models.towers import ModelOptions, Towers, TwoTowers
 
 __all__ = ["ModelOptions", "Towers", "TwoTowers", "available", "create"]

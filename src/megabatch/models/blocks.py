@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from megabatch.errors import one_line
 from megabatch.models.images import PatchConvolution, PixelNormalization
 from megabatch.models.layers import Tower, tower_of
 from megabatch.torch_internals import configure_compiler, mark_compiled_in_place
@@ -48,67 +47,33 @@ def checkpoint_activations(module: nn.Module) -> None:
         block.forward = functools.partial(checkpoint, forward, use_reentrant=False)
 
 
-class CompiledBlocks:
-    """A model's blocks and first layers, compiled in place; parameters keep their names.
+def compile_blocks(
+    module: nn.Module, varying: Collection[Tower] = (), *, backend: str | Any = "inductor"
+) -> None:
+    """Compile a model's blocks and first layers in place; parameters keep their names.
 
     The blocks of one list share their graphs: one with and one without gradients, for each shape of
     the input or, where the length of texts varies, for all shapes. Hooks, such as FSDP2's, stay
-    outside. If a list's blocks cannot be compiled, they run as they are.
+    outside. Nothing is compiled before a block is called, which raises torch.compile's errors.
 
+    Args:
+        module: the model, with the interface of `Towers.module`.
+        varying: the towers that get texts of varying lengths. Their graphs take all shapes. Others
+            are compiled for each shape, which makes faster kernels.
+        backend: see torch.compile.
     """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        varying: Collection[Tower] = (),
-        tell: Callable[[str], None] = print,
-        *,
-        backend: str | Any = "inductor",
-    ) -> None:
-        """Replace the forward of each block; nothing is compiled before it is called.
-
-        Args:
-            module: the model, with the interface of `Towers.module`.
-            varying: the towers that get texts of varying lengths. Their graphs take all shapes.
-                Others are compiled for each shape, which makes faster kernels.
-            tell: is called with a line for the user.
-            backend: see torch.compile.
-        """
-        self._tell = tell
-        lists = lists_to_compile(module)
-        self._compiled = set(lists)  # all but the lists that cannot be
-        # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
-        configure_compiler(8 * max(map(len, lists.values()), default=1))
-        for name, members in lists.items():
-            forward = _forward_of_its_own()
-            dynamic = tower_of(name) in varying
-            compiled = torch.compile(forward, backend=backend, dynamic=dynamic)
-            for block in members:
-                block.forward = functools.partial(self._run, name, compiled, block.forward)
-                mark_compiled_in_place(block)
-
-    def _run(
-        self,
-        name: str,
-        compiled: Callable[..., Any],
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        if name not in self._compiled:
-            return forward(*args, **kwargs)
-        try:
+    lists = lists_to_compile(module)
+    # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
+    configure_compiler(8 * max(map(len, lists.values()), default=1))
+    for name, members in lists.items():
+        forward = _forward_of_its_own()
+        compiled = torch.compile(forward, backend=backend, dynamic=tower_of(name) in varying)
+        for block in members:
             # A method's function and its block: torch 2.9 compiles anew for each bound method.
-            bound = [forward.__func__, forward.__self__] if ismethod(forward) else [forward]
-            return compiled(*bound, *args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of any type, depending on the compiler's part that failed
-            result = forward(*args, **kwargs)  # raises the block's own errors
-            self._compiled.discard(name)
-            reason = one_line(error, 200)
-            self._tell(f"torch.compile fails for {name}, which run uncompiled: {reason}")
-            return result
+            bound: Any = block.forward
+            own = [bound.__func__, bound.__self__] if ismethod(bound) else [bound]
+            block.forward = functools.partial(compiled, *own)
+            mark_compiled_in_place(block)
 
 
 def _forward_of_its_own() -> Callable[..., Any]:

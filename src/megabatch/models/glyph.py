@@ -20,11 +20,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError
+from megabatch.models.names import GLYPH
 from megabatch.models.padding import without_padding
-from megabatch.models.towers import ModelOptions, Towers, TwoTowers, load
+from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.models.weights import load_model
 
-NAME = "glyph-small"
 EMBED_DIM = 256
 IMAGE_SIZE = 32  # pixels per side
 _MEAN, _STD = 0.1, 0.27  # of the glyphs' pixels, black 0 to white 1
@@ -41,18 +41,15 @@ def create(weights: Path | None, options: ModelOptions) -> Towers:
     Raises:
         UsageError: the file has another model's weights, or this model lacks an option.
     """
-    absent = ("force_patch_dropout", "force_image_size", "hf_pooling", "hf_share")
-    if given := options.given(*absent):
-        raise UsageError(f"{', '.join(given)}: {NAME} has no such option")
+    options.refuse(GLYPH, "force_patch_dropout", "force_image_size", "hf_pooling", "hf_share")
     visual, text = GlyphImageTower(EMBED_DIM), TextFeatureTower(EMBED_DIM)
     module = TwoTowers(visual, text, options)
     if weights is not None:
-        load(module, weights, NAME)
-    length = options.force_context_length
-    tokenizer = HashingTokenizer(text.buckets.num_embeddings, length or 64)
+        load_model(module, weights, GLYPH)
+    tokenizer = HashingTokenizer(text.buckets.num_embeddings, options.force_context_length or 64)
     transform = GlyphTransform()
     return Towers(
-        NAME, module, transform, transform, tokenizer, EMBED_DIM, lengths={"text": LENGTHS}
+        GLYPH, module, transform, transform, tokenizer, EMBED_DIM, lengths={"text": LENGTHS}
     )
 
 

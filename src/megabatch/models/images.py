@@ -6,8 +6,9 @@ first layer of image transformers is a matrix product of their patches.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,13 +17,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 Transform = Callable[[Any], Tensor]
-
-
-class Normalization(NamedTuple):
-    """Mean and standard deviation of each channel, of pixels from 0 to 1."""
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
 
 
 def with_bytes(
@@ -38,7 +32,7 @@ def with_bytes(
     evaluation, eval_norm = _split(eval_transform)
     if norm is None or norm != eval_norm:
         return train_transform, eval_transform
-    tower.pixel_normalization = PixelNormalization(norm)
+    tower.pixel_normalization = PixelNormalization(*norm)
     # Another class rather than a module around it or a hook: names of weights stay, and frozen
     # towers are still recognised.
     own = type(tower)
@@ -46,8 +40,8 @@ def with_bytes(
     return train, evaluation
 
 
-def _split(transform: Any) -> tuple[Transform, Normalization | None]:
-    """A transform without its last two steps, and the normalisation that they were."""
+def _split(transform: Any) -> tuple[Transform, tuple[list[float], list[float]] | None]:
+    """A transform without its last two steps, and the mean and deviation of the normalisation."""
     from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
 
     if not isinstance(transform, Compose) or len(transform.transforms) < 2:
@@ -55,8 +49,7 @@ def _split(transform: Any) -> tuple[Transform, Normalization | None]:
     *first, to_tensor, last = transform.transforms
     if not (isinstance(to_tensor, ToTensor) and type(last) is Normalize and not last.inplace):
         return transform, None
-    norm = Normalization(tuple(map(float, last.mean)), tuple(map(float, last.std)))
-    return Compose([*first, PILToTensor()]), norm
+    return Compose([*first, PILToTensor()]), ([*map(float, last.mean)], [*map(float, last.std)])
 
 
 class PixelNormalization(nn.Module):
@@ -69,11 +62,10 @@ class PixelNormalization(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, norm: Normalization) -> None:
+    def __init__(self, mean: list[float], std: list[float]) -> None:
         super().__init__()
-        shape = (-1, 1, 1)
-        self.register_buffer("mean", torch.tensor(norm.mean).view(shape), persistent=False)
-        self.register_buffer("std", torch.tensor(norm.std).view(shape), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w).
@@ -107,7 +99,14 @@ def multiply_patches(module: nn.Module) -> None:
         module: the model, changed in place; its names, weights and random state stay.
     """
     for layer in module.modules():
-        if type(layer) is nn.Conv2d and _divides(layer):
+        if (
+            type(layer) is nn.Conv2d
+            and layer.stride == layer.kernel_size
+            and min(layer.kernel_size) >= _SMALLEST
+            and layer.padding in ((0, 0), "valid")
+            and layer.dilation == (1, 1)
+            and layer.groups == 1
+        ):
             # Another class rather than another module: names of weights and hooks stay.
             layer.__class__ = PatchConvolution
 
@@ -129,7 +128,9 @@ class PatchConvolution(nn.Conv2d):
         Returns:
             (n, width, rows of patches, columns of patches).
         """
-        dtype = _dtype_of_products(images)
+        dtype, device = images.dtype, images.device.type
+        if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which it leaves alone
+            dtype = torch.get_autocast_dtype(device)
         half = dtype in (torch.bfloat16, torch.float16)
         return self.product(images, dtype) if half and images.ndim == 4 else super().forward(images)
 
@@ -148,25 +149,6 @@ class PatchConvolution(nn.Conv2d):
         return features.permute(0, 3, 1, 2)
 
 
-def _divides(layer: nn.Conv2d) -> bool:
-    """Whether a convolution's kernels cover its input without overlaps, gaps or borders."""
-    return (
-        layer.stride == layer.kernel_size
-        and min(layer.kernel_size) >= _SMALLEST
-        and layer.padding in ((0, 0), "valid")
-        and layer.dilation == (1, 1)
-        and layer.groups == 1
-    )
-
-
-def _dtype_of_products(images: Tensor) -> torch.dtype:
-    """The dtype in which a product of these images with weights is computed."""
-    device = images.device.type
-    if torch.is_autocast_enabled(device) and images.dtype != torch.float64:  # which it leaves alone
-        return torch.get_autocast_dtype(device)
-    return images.dtype
-
-
 class TorchResize:
     """OpenCLIP's transform for training with PyTorch's resize of bytes instead of Pillow's.
 
@@ -175,14 +157,23 @@ class TorchResize:
     holds both). Images that are not RGB go through the original transform.
     """
 
-    def __init__(self, original: Transform) -> None:
-        """Take the transform up to bytes (see `pixels.with_bytes`).
+    def __init__(self, original: Any) -> None:
+        """Take the transform up to bytes (see `with_bytes`).
 
         Raises:
             ValueError: `original` is another transform.
         """
-        self._original = original
-        self._crop = _random_crop(original)
+        from torchvision.transforms import PILToTensor, RandomResizedCrop
+
+        steps = getattr(original, "transforms", [])
+        conversions = [step for step in steps if type(step).__module__ == "open_clip.transform"]
+        conversions += [step for step in steps if inspect.isfunction(step)]  # of open_clip 3.1
+        if [type(s) for s in steps if s not in conversions] != [RandomResizedCrop, PILToTensor]:
+            raise ValueError(
+                f"original: {original}; expected OpenCLIP's transform for training: "
+                "RandomResizedCrop, a conversion to RGB, PILToTensor"
+            )
+        self._original, self._crop = original, steps[0]
 
     def __call__(self, image: Image.Image) -> Tensor:
         """Return the cropped image, uint8 (3, height, width)."""
@@ -198,26 +189,4 @@ class TorchResize:
         cropped = torch.from_numpy(np.array(pixels[top : top + height, left : left + width]))
         rows = cropped[None].permute(0, 3, 1, 2)
         mode = crop.interpolation.value
-        return torch.nn.functional.interpolate(rows, crop.size, mode=mode, antialias=True)[0]
-
-
-def _random_crop(transform: Any) -> Any:
-    """The RandomResizedCrop of a transform that otherwise only converts to RGB and to bytes."""
-    from torchvision.transforms import Compose, InterpolationMode, PILToTensor, RandomResizedCrop
-
-    steps = transform.transforms if isinstance(transform, Compose) else []
-    if len(steps) == 3:
-        crop, convert, to_tensor = steps
-        modes = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
-        if (
-            type(crop) is RandomResizedCrop
-            and crop.antialias
-            and crop.interpolation in modes
-            and type(convert).__module__ in ("open_clip.transform", "builtins")
-            and type(to_tensor) is PILToTensor
-        ):
-            return crop
-    raise ValueError(
-        f"original: {transform}; expected OpenCLIP's transform for training: RandomResizedCrop, "
-        "a conversion to RGB, PILToTensor"
-    )
+        return F.interpolate(rows, crop.size, mode=mode, antialias=True)[0]

@@ -15,11 +15,8 @@ import torch
 from megabatch.errors import UsageError, one_line
 from megabatch.models import weights as files
 from megabatch.models.images import multiply_patches, with_bytes
+from megabatch.models.names import CONFIGURATION, OPENCLIP
 from megabatch.models.towers import ModelOptions, Towers
-
-#: Prefix of the name of a folder that open_clip saved, as in open_clip.
-FOLDER = "local-dir:"
-_CONFIG = "open_clip_config.json"
 
 
 def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
@@ -37,19 +34,20 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
 
     from megabatch.models.short_texts import accept_short_texts
 
-    if options.given("hf_pooling", "hf_share"):
-        raise UsageError(f"--hf-pooling, --hf-share: {name} is not an 'hf:' model")
+    options.refuse(name, "hf_pooling", "hf_share")
     config = read_config(name)
-    if name.startswith(FOLDER):
-        if weights is not None:
-            raise UsageError(f"--pretrained: {name} has its own weights; leave out this option")
-        weights = files.find(Path(name.removeprefix(FOLDER)))
     if "multimodal_cfg" in config:
         raise UsageError(f"--model: {name} also writes captions (CoCa), expected two towers")
-    stored = set() if weights is None else files.names(weights)
-    with _without_warnings(), _without_questions(config):
+    weights = _weights_of(name, weights)
+    stored = {} if weights is None else files.load(weights)
+    starts = ("init_logit_scale", "init_logit_bias")
+    given = {name: getattr(options, name) for name in starts if getattr(options, name) is not None}
+    bias = given.get("init_logit_bias", config.get("init_logit_bias"))
+    if "logit_bias" in stored:
+        given.setdefault("init_logit_bias", 0.0)  # else the model has none to load it into
+    with _quietly():
         try:
-            module, train_transform, eval_transform = open_clip.create_model_and_transforms(
+            module, *transforms = open_clip.create_model_and_transforms(
                 name,
                 pretrained=None if weights is None else str(weights.absolute()),
                 pretrained_image=False,  # these two would download
@@ -58,31 +56,26 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
                 force_patch_dropout=options.force_patch_dropout,
                 force_image_size=options.force_image_size,
                 force_context_length=options.force_context_length,
-                **_initial_values(options, config, stored),
+                **given,
             )
-        except Exception as error:
-            # Its type depends on the architecture's own library and on the weights.
-            raise UsageError(_could_not_build(name, weights, error)) from error
-        tokenizer = _tokenizer(name, config, options.force_context_length)
-    if weights is not None and not name.startswith(FOLDER):
-        _check_origin(name, weights, config, module.visual.preprocess_cfg)
+        except Exception as error:  # its type depends on the library of the architecture
+            label = "--model" if weights is None else f"--pretrained {weights}"
+            reason = one_line(error, 240)
+            raise UsageError(f"{label}: open_clip cannot build {name} here: {reason}") from error
+        text = json.dumps(config.get("text_cfg", {}), sort_keys=True)
+        tokenizer = _tokenizer(name, options.force_context_length, text)
     kinds = {type(part).__name__ for part in module.visual.modules()}
     if options.force_patch_dropout and not any("PatchDropout" in kind for kind in kinds):
         raise UsageError(f"--force-patch-dropout: the image tower of {name} drops no patches")
-    bias = module.logit_bias
-    if weights is not None and bias is not None and "logit_bias" not in stored:
-        start = options.init_logit_bias
+    if stored and "logit_bias" not in stored and bias is not None:
         # open_clip starts it at 0, where negative pairs make up most of a sigmoid loss.
-        torch.nn.init.constant_(
-            bias, config.get("init_logit_bias", 0.0) if start is None else start
-        )
+        torch.nn.init.constant_(module.logit_bias, bias)
     multiply_patches(module.visual)
-    transforms = with_bytes(module.visual, train_transform, eval_transform)
     lengths = accept_short_texts(module)
     return Towers(
         name,
         module.train(),
-        *transforms,
+        *with_bytes(module.visual, *transforms),
         tokenizer,
         config["embed_dim"],
         lengths={} if lengths is None else {"text": lengths},
@@ -97,133 +90,59 @@ def read_config(name: str) -> dict[str, Any]:
     """
     import open_clip
 
-    if not name.startswith(FOLDER):
+    try:
         config: dict[str, Any] = open_clip.get_model_config(name)
         return config
-    path = Path(name.removeprefix(FOLDER)) / _CONFIG
-    try:
-        stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["model_cfg"]
-        return stored
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--model: {path} cannot be used: {one_line(error, 240)}") from error
+    except (OSError, ValueError, AttributeError) as error:
+        reason = one_line(error, 240)
+        raise UsageError(f"--model {name}: {CONFIGURATION} cannot be used: {reason}") from error
 
 
-def _check_origin(
-    name: str, weights: Path, config: dict[str, Any], preprocessing: dict[str, Any]
-) -> None:
-    """Check that weights had the same activation and pixels where they come from.
-
-    Weights fit a model with others as well. The folder that open_clip saved for the hub says which
-    they had.
-
-    Raises:
-        UsageError: they had others.
-    """
-    from open_clip.transform import PreprocessCfg, merge_preprocess_dict
-
-    folder = weights.parent
-    if not (folder / _CONFIG).is_file():
-        return
-    saved = read_config(f"{FOLDER}{folder}")
-    pixels = json.loads((folder / _CONFIG).read_text(encoding="utf-8")).get("preprocess_cfg")
-    theirs = merge_preprocess_dict(PreprocessCfg(), pixels or {})
-    theirs["quick_gelu"] = saved.get("quick_gelu", False)
-    ours = {**preprocessing, "quick_gelu": config.get("quick_gelu", False)}
-    compared = ("quick_gelu", "mean", "std", "interpolation", "resize_mode")
-    other = [
-        f"{key} {theirs[key]} instead of {ours[key]}"
-        for key in compared
-        if json.dumps(theirs[key]) != json.dumps(ours[key])  # lists are tuples in JSON
-    ]
-    if other:
+def _weights_of(name: str, weights: Path | None) -> Path | None:
+    """The file of a model's weights: a folder's own, or those given, of no folder with its own."""
+    if name.startswith(OPENCLIP):
+        if weights is not None:
+            raise UsageError(f"--pretrained: {name} has its own weights; leave out this option")
+        return files.find(Path(name.removeprefix(OPENCLIP)))
+    if weights is not None and (weights.parent / CONFIGURATION).is_file():
+        # They fit a model with another activation or other pixels as well.
         raise UsageError(
-            f"--pretrained: {folder} was saved with another configuration than {name}: "
-            f"{', '.join(other)}; expected --model {FOLDER}{folder}, which includes its own"
+            f"--pretrained: {weights.parent} has a {CONFIGURATION} of its own; expected --model "
+            f"{OPENCLIP}{weights.parent}, which takes both"
         )
+    return weights
 
 
-def _initial_values(
-    options: ModelOptions, config: dict[str, Any], stored: set[str]
-) -> dict[str, float]:
-    """Initial scale and bias; with a bias in the weights, the model gets one."""
-    names = ("init_logit_scale", "init_logit_bias")
-    values = {name: getattr(options, name) for name in names}
-    given = {name: value for name, value in values.items() if value is not None}
-    if "logit_bias" in stored and config.get("init_logit_bias") is None:
-        given.setdefault("init_logit_bias", 0.0)
-    return given
+@functools.lru_cache(maxsize=8)
+def _tokenizer(name: str, context_length: int | None, text_cfg: str) -> Callable[[Any], Any]:
+    """The model's tokenizer, made once: a run creates its model to plan, train and evaluate it.
 
-
-def _could_not_build(name: str, weights: Path | None, error: Exception) -> str:
-    reason = one_line(error, 240)
-    if weights is None:
-        return f"--model: open_clip cannot build {name} here: {reason}"
-    return f"--pretrained: {weights} does not hold the weights of {name}: {reason}"
-
-
-def _tokenizer(
-    name: str, config: dict[str, Any], context_length: int | None
-) -> Callable[[Any], torch.Tensor]:
+    text_cfg: the configuration of texts, as JSON.
+    """
     import open_clip
 
-    text = config.get("text_cfg", {})
+    # A folder's configuration could ask transformers to run code of the folder.
+    safe = {"trust_remote_code": False} if json.loads(text_cfg).get("hf_tokenizer_name") else {}
     try:
-        if text.get("hf_tokenizer_name"):
-            # A folder's configuration could ask transformers to run code of the folder.
-            tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
-                name, context_length=context_length, trust_remote_code=False
-            )
-            return tokenizer
-        return _own_tokenizer(name, context_length, json.dumps(text, sort_keys=True))
+        tokenizer: Callable[[Any], Any] = open_clip.get_tokenizer(name, context_length, **safe)
+        return tokenizer
     except Exception as error:  # Hugging Face tokenizers: not installed, not in the local cache ...
         raise UsageError(f"--model: the tokenizer of {name}: {one_line(error, 240)}") from error
 
 
-@functools.lru_cache(maxsize=8)
-def _own_tokenizer(
-    name: str, context_length: int | None, configuration: str
-) -> Callable[[Any], torch.Tensor]:
-    """A tokenizer with open_clip's own vocabulary, made once for each configuration of texts.
-
-    Reading the vocabulary takes most of the time of creating a small model, and a run creates its
-    model several times: to plan, to train and to evaluate it.
-    """
-    import open_clip
-
-    tokenizer: Callable[[Any], torch.Tensor] = open_clip.get_tokenizer(
-        name, context_length=context_length
-    )
-    return tokenizer
-
-
 @contextlib.contextmanager
-def _without_questions(config: dict[str, Any]) -> Iterator[None]:
-    """Keep transformers from asking the user whether to run the code of a text tower's folder.
+def _quietly() -> Iterator[None]:
+    """Keep open_clip from warning that random weights are random, and transformers from asking.
 
-    transformers asks the user unless `trust_remote_code` is passed, and open_clip does not pass it.
+    open_clip warns through the root logger. transformers asks the user whether to run the code of a
+    text tower's folder, as open_clip does not pass `trust_remote_code`.
     """
-    if not config.get("text_cfg", {}).get("hf_model_name"):
-        yield
-        return
-    try:
-        from transformers import dynamic_module_utils as settings
-    except ImportError:  # open_clip says so
-        yield
-        return
-    before = settings.TIME_OUT_REMOTE_CODE
-    settings.TIME_OUT_REMOTE_CODE = 0  # seconds to answer; then it is refused
-    try:
-        yield
-    finally:
-        settings.TIME_OUT_REMOTE_CODE = before
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        with contextlib.suppress(ImportError):  # open_clip says so
+            from transformers import dynamic_module_utils as asking
 
-
-@contextlib.contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence open_clip, which warns through the root logger that random weights are random."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
+            stack.callback(setattr, asking, "TIME_OUT_REMOTE_CODE", asking.TIME_OUT_REMOTE_CODE)
+            asking.TIME_OUT_REMOTE_CODE = 0  # seconds to answer; then it is refused
         yield
-    finally:
-        logging.disable(before)

@@ -40,12 +40,8 @@ def load(reference: str, setting: str) -> Any:
         raise failure(place, error) from error
     found = getattr(module, name, None)
     if not callable(found):
-        place = getattr(module, "__file__", None) or "a namespace package"
-        raise UsageError(
-            f"{label}: expected {name} to be a class or a function of {place}, got "
-            + ("no such name" if found is None else describe(found))
-            + did_you_mean(name, [known for known in vars(module) if known != name])
-        )
+        hint = did_you_mean(name, [known for known in vars(module) if known != name])
+        raise UsageError(f"{label}: {module_name} has no class or function {name}{hint}")
     return found
 
 

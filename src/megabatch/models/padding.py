@@ -1,18 +1,17 @@
-"""The number of tokens that a text's features depend on, from its padded tokens.
-
-Each function takes tokens, int64 (n, context_length), and returns int64 (n,), at least 1: with the
-tokens after them cut off, a text tower of that kind gives the same features.
-"""
+"""Padded texts: the tokens that count, and one feature per text from those of its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+#: The number of tokens that a text's features depend on: int64 (n,), at least 1, of padded tokens,
+#: int64 (n, context_length). With those after them cut off, the features stay the same.
 Lengths: TypeAlias = Callable[[Tensor], Tensor]
+Pooling = Literal["mean", "cls", "last"]
 
 #: transformers' text encoders that mask padding in attention, count positions from the left, and
 #: mix tokens in attention alone. Convolutions (DeBERTa, ConvBERT), Fourier transforms (FNet) and
@@ -23,6 +22,11 @@ MASKED_KINDS = frozenset(
         *("roberta", "xlm-roberta"),
     }
 )
+
+
+def is_masked_kind(config: Any) -> bool:
+    """Whether a transformers configuration is of a kind for which `without_padding` is right."""
+    return getattr(config, "model_type", None) in MASKED_KINDS
 
 
 def up_to_largest(tokens: Tensor) -> Tensor:
@@ -56,6 +60,18 @@ def trimmed(tokens: Tensor, lengths: Lengths) -> Tensor:
     return tokens[:, : -(-int(lengths(tokens).max()) // 8) * 8]
 
 
-def is_masked_kind(config: Any) -> bool:
-    """Whether a transformers configuration is of a kind for which `without_padding` is right."""
-    return getattr(config, "model_type", None) in MASKED_KINDS
+def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Features (n, d): the mean over a text's tokens, its first token's or its last one's.
+
+    Args:
+        states: (n, length, d).
+        mask: (n, length), of any dtype; 0 marks padding, which may be on either side.
+        pooling: which of the three.
+    """
+    if pooling != "mean":
+        rows, positions = (torch.arange(n, device=states.device) for n in states.shape[:2])
+        if pooling == "cls":
+            return states[rows, mask.bool().int().argmax(dim=1)]
+        return states[rows, torch.where(mask.bool(), positions, 0).amax(dim=1)]
+    weight = mask.unsqueeze(-1).to(states.dtype)
+    return (states * weight).sum(1) / weight.sum(1).clamp(min=1)

@@ -15,16 +15,7 @@ from open_clip.model import CLIP, CustomTextCLIP
 from open_clip.transformer import TextTransformer, text_global_pool
 from torch import Tensor, nn
 
-from megabatch.models.padding import (
-    Lengths,
-    is_masked_kind,
-    up_to_first,
-    up_to_largest,
-    without_padding,
-)
-
-#: Poolers of open_clip's `HFTextEncoder` that leave padding out.
-_POOLERS = ("MeanPooler", "ClsPooler", "ClsLastHiddenStatePooler")
+from megabatch.models.padding import Lengths, up_to_first, up_to_largest
 
 
 def accept_short_texts(module: nn.Module) -> Lengths | None:
@@ -36,53 +27,31 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
     """
     model: Any = module
     text: Any = {CLIP: model, CustomTextCLIP: getattr(model, "text", None)}.get(type(model))
-    short: type[nn.Module]
     if type(text) is CLIP:
-        short = _ShortTextCLIP
-        lengths = _causal_lengths(text.attn_mask, text.text_pool_type, text.text_eos_id)
+        short, pool_type, eos = _ShortTextCLIP, text.text_pool_type, text.text_eos_id
     elif type(text) is TextTransformer and text.cls_emb is None:
-        short = _ShortTextTransformer
-        lengths = _causal_lengths(text.attn_mask, text.pool_type, text.eos_id)
+        short, pool_type, eos = _ShortTextTransformer, text.pool_type, text.eos_id
     else:
-        return _masked_lengths(text)
-    if lengths is None:
         return None
-    own = type(text)
+    if text.attn_mask is None or pool_type not in ("argmax", "eos"):
+        return None
+    own, whole = type(text), _features(model, model.context_length)
     try:
-        whole = _features_of_a_text(module, model.context_length)
         text.__class__ = short
-        torch.testing.assert_close(
-            _features_of_a_text(module, 2), whole, rtol=1e-3, atol=1e-3, equal_nan=True
-        )
+        torch.testing.assert_close(_features(model, 2), whole, rtol=1e-3, atol=1e-3, equal_nan=True)
     except Exception:  # another release may encode texts elsewhere than in the methods below
         text.__class__ = own
         return None
-    return lengths
+    return up_to_largest if pool_type == "argmax" else functools.partial(up_to_first, token=eos)
 
 
-def _features_of_a_text(module: Any, context: int) -> Tensor:
-    """The features of a text of two tokens and padding."""
-    tokens = [[1, 2] + [0] * (context - 2)]
+def _features(model: Any, context: int) -> Tensor:
+    """The features of a text of two tokens, with padding up to the context."""
+    tokens = torch.tensor([[1, 2] + [0] * (context - 2)], device=model.logit_scale.device)
     with torch.no_grad():
-        output = module(text=torch.tensor(tokens, device=module.logit_scale.device))
+        output = model(text=tokens)
     features: Tensor = output["text_features"] if isinstance(output, dict) else output[1]
     return features
-
-
-def _causal_lengths(mask: Tensor | None, pool_type: str, eos: int) -> Lengths | None:
-    if mask is None:
-        return None
-    if pool_type == "argmax":
-        return up_to_largest
-    return functools.partial(up_to_first, token=eos) if pool_type == "eos" else None
-
-
-def _masked_lengths(text: Any) -> Lengths | None:
-    """For open_clip's adapter of a transformers encoder."""
-    config: Any = getattr(text, "config", None)
-    if type(getattr(text, "pooler", None)).__name__ not in _POOLERS or not is_masked_kind(config):
-        return None
-    return functools.partial(without_padding, pad=config.pad_token_id)
 
 
 class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megabatch.errors import UsageError
 from megabatch.hints import option
 from megabatch.losses.registry import TRAINABLE
-from megabatch.models import weights as files
-from megabatch.models.layers import Tower, lock_layers
-from megabatch.models.padding import Lengths
-from megabatch.models.pooling import Pooling
+from megabatch.models.layers import Tower
+from megabatch.models.padding import Lengths, Pooling
 
 
 @dataclass(frozen=True)
@@ -32,9 +30,10 @@ class ModelOptions:
         init_logit_scale: initial logarithm of the logit scale.
         init_logit_bias: initial logit bias; a model without one gets one. Both only apply if loaded
             weights have no value.
-        hf_pooling: for "hf:" models, the feature of a text: the mean over its tokens, the first
-            token or the last one.
-        hf_share: for "hf:" models, one encoder for both texts; otherwise two, with equal initial
+        hf_pooling: for pairs of texts, the feature of a text: the mean over its tokens, the first
+            token or the last one. Default: as the folder says if sentence-transformers saved it,
+            else the mean.
+        hf_share: for pairs of texts, one encoder for both; otherwise two, with equal initial
             weights.
     """
 
@@ -43,7 +42,7 @@ class ModelOptions:
     force_context_length: int | None = None
     init_logit_scale: float | None = None
     init_logit_bias: float | None = None
-    hf_pooling: Pooling = "mean"
+    hf_pooling: Pooling | None = None
     hf_share: bool = True
 
     @classmethod
@@ -63,10 +62,12 @@ class ModelOptions:
             chosen[name] = float(chosen[name])  # of a whole number torch makes no parameter
         return cls(**chosen)
 
-    def given(self, *names: str) -> list[str]:
-        """Those of the named options that differ from their defaults, in command line notation."""
+    def refuse(self, model: str, *names: str) -> None:
+        """Raise a UsageError if any of these options, which the model does not have, is given."""
         default = ModelOptions()
-        return [option(name) for name in names if getattr(self, name) != getattr(default, name)]
+        given = [option(name) for name in names if getattr(self, name) != getattr(default, name)]
+        if given:
+            raise UsageError(f"{', '.join(given)}: {model} has no such option")
 
 
 @dataclass
@@ -104,23 +105,25 @@ class TwoTowers(nn.Module):
     """Two towers with the interface of `Towers.module`.
 
     Args:
-        visual: images to features (n, d), not normalised.
-        text: tokens to features (n, d), not normalised.
-        options: initial scale and bias; default: open_clip's scale, and no bias.
+        visual: images, or first texts, to features (n, d), not normalised.
+        text: tokens to features (n, d), not normalised. None: `visual` encodes both texts.
+        options: initial scale and bias; default: no bias.
+        scale: the default of the initial scale, before its logarithm; open_clip's.
     """
 
     def __init__(
-        self, visual: nn.Module, text: nn.Module, options: ModelOptions | None = None
+        self,
+        visual: nn.Module,
+        text: nn.Module | None,
+        options: ModelOptions | None = None,
+        *,
+        scale: float = 1 / 0.07,
     ) -> None:
         super().__init__()
-        self.visual = visual
-        self.text = text
-        self.start_scale(options or ModelOptions())
-
-    def start_scale(self, options: ModelOptions, default: float = math.log(1 / 0.07)) -> None:
-        """Make the parameters: the scale's logarithm, and the bias if the options have one."""
+        options = options or ModelOptions()
         start, bias = options.init_logit_scale, options.init_logit_bias
-        self.logit_scale = nn.Parameter(torch.tensor(default if start is None else start))
+        self.visual, self.text = visual, text
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale) if start is None else start))
         self.logit_bias: nn.Parameter | None
         self.register_parameter(
             "logit_bias", None if bias is None else nn.Parameter(torch.tensor(bias))
@@ -133,7 +136,7 @@ class TwoTowers(nn.Module):
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         """Features (n, d) of tokens, int64 (n, context_length)."""
-        features = self.text(text)
+        features = (self.visual if self.text is None else self.text)(text)
         return F.normalize(features, dim=-1) if normalize else features
 
     def forward(
@@ -147,27 +150,3 @@ class TwoTowers(nn.Module):
         }
         bias = self.logit_bias
         return found if bias is None else {**found, "logit_bias": bias}
-
-    def lock_image_tower(self, unlocked_groups: int = 0, freeze_bn_stats: bool = False) -> None:
-        """Freeze the image tower except for its last layers; the interface is open_clip's."""
-        lock_layers(self, "visual.", unlocked_groups)
-
-    def lock_text_tower(self, unlocked_layers: int = 0) -> None:
-        """Freeze the text tower except for its last layers."""
-        lock_layers(self, "text.", unlocked_layers)
-
-
-def load(module: TwoTowers, weights: Path, name: str) -> None:
-    """Load a whole model's weights.
-
-    A bias that the file lacks keeps its initial value; one that the module lacks is added.
-
-    Raises:
-        UsageError: the file holds another model's weights.
-    """
-    state = files.load(weights)
-    if "logit_bias" in state and module.logit_bias is None:
-        module.logit_bias = nn.Parameter(torch.zeros(()))
-    if "logit_bias" not in state and module.logit_bias is not None:
-        state["logit_bias"] = module.logit_bias.detach()
-    files.fill(module, state, weights, name)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +40,7 @@ _PRODUCTS = re.compile(
 )
 
 
-@dataclass(frozen=True)
-class Work:
+class Work(NamedTuple):
     """The work of some operations, each of which is a kernel that reads inputs and writes results.
 
     Attributes:
@@ -52,28 +50,23 @@ class Work:
         other_bytes, other_kernels: of all other operations, which torch.compile fuses.
     """
 
-    flops: int = 0
-    convolved: int = 0
-    nbytes: int = 0
-    kernels: int = 0
-    other_bytes: int = 0
-    other_kernels: int = 0
+    flops: float = 0
+    convolved: float = 0
+    nbytes: float = 0
+    kernels: float = 0
+    other_bytes: float = 0
+    other_kernels: float = 0
 
-    def plus(self, other: Work, share: float = 1) -> Work:
-        """The sums with a share of another one's numbers."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return Work(*(int(one + share * more) for one, more in pairs))
-
-
-class UncountedWork(LookupError):
-    """The work of an operation with products is unknown, so no plan could be right."""
+    def plus(self, other: Work, times: float = 1) -> Work:
+        """The sums with so many times another one's numbers."""
+        return Work(*(one + times * more for one, more in zip(self, other, strict=True)))
 
 
 def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Work:
     """The work of one operation; none for a view.
 
     Raises:
-        UncountedWork: it is a product, and torch's counter has no formula for it.
+        LookupError: it is a product, and torch's counter has no formula for it.
     """
     name = str(getattr(overload, "overloadpacket", overload)).replace("_for_cpu", "")
     read = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in((args, kwargs))}
@@ -84,7 +77,7 @@ def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     nbytes = sum(read.values()) + sum(made.values())
     if name not in _FORMULAS:
         if _PRODUCTS.search(name):
-            raise UncountedWork(f"torch {torch.__version__} has no formula for the work of {name}")
+            raise LookupError(f"torch {torch.__version__} has no formula for the work of {name}")
         return Work(other_bytes=nbytes, other_kernels=1)
     flops = int(_FORMULAS[name](*args, **kwargs, out_val=results))
     if "conv" in name:
@@ -96,47 +89,34 @@ def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
     return Work(flops=flops, nbytes=nbytes, kernels=1)
 
 
-class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of tensors that operations create, while they are alive.
-
-    Args:
-        inside: returns an operation's workspace in bytes, in addition to its results, given the
-            overload that the dispatcher calls and its arguments.
+class Counter(TorchDispatchMode):
+    """Counts the work of operations, and the bytes of tensors that they create, while these live.
 
     Attributes:
         live, peak: bytes now, and the maximum since `start`.
-        work: of the operations since then, one by one.
+        work: of the operations since then.
     """
 
-    def __init__(
-        self, inside: Callable[[Any, Sequence[Any]], int] = lambda overload, args: 0
-    ) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self._inside = inside
+        self.work = Work()
         self._known: set[int] = set()
-        self._works: list[tuple[int, ...]] = []
-        self.start()
 
     def start(self) -> int:
         """Reset the peak and the work; returns the bytes that are live now."""
-        self.peak, self._works = self.live, []
+        self.peak, self.work = self.live, Work()
         return self.live
-
-    @property
-    def work(self) -> Work:
-        """See the class."""
-        return Work(*map(sum, zip(*self._works, strict=True)))
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         results = function(*args, **(kwargs or {}))
-        work = work_of(function, args, kwargs or {}, results)
-        self._works.append(tuple(vars(work).values()))
+        done = work_of(function, args, kwargs or {}, results)
+        self.work = self.work.plus(done)
         for result in tensors_in(results):
             self._count(result)
-        self.peak = max(self.peak, self.live + self._inside(function, args))
+        self.peak = max(self.peak, self.live)
         return results
 
     def _count(self, tensor: Tensor) -> None:
@@ -155,11 +135,9 @@ class MemoryCounter(TorchDispatchMode):
 
 
 @contextmanager
-def counted(
-    inside: Callable[[Any, Sequence[Any]], int] = lambda overload, args: 0,
-) -> Iterator[MemoryCounter]:
-    """Within this context new tensors are fake, and their memory is counted."""
-    with fake_tensor_mode(allow_non_fake_inputs=True), MemoryCounter(inside) as counter:
+def counted() -> Iterator[Counter]:
+    """Within this context new tensors are fake, and operations on them are counted."""
+    with fake_tensor_mode(allow_non_fake_inputs=True), Counter() as counter:
         yield counter
 
 

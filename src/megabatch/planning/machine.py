@@ -1,12 +1,16 @@
-"""The devices of a plan."""
+"""The devices of a plan: their memory and their speeds, measured or by datasheets."""
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 #: Share of a GPU's memory that the allocator loses to fragmentation.
 FRAGMENTATION = 0.05
@@ -14,6 +18,82 @@ FRAGMENTATION = 0.05
 GPUS = 8
 #: Bytes for CUDA's context, cuBLAS's workspaces and NCCL's buffers, if they cannot be measured.
 CONTEXT = 1 << 30
+#: Share of a network card's nominal rate that transfers reach; assumed, not measured here.
+NIC_SHARE = 0.88
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """The speeds of one of the GPUs of a run, per second; by default those of an H200.
+
+    Those of the loss and of transfers are fitted to records of benchmarks/single_gpu.py and
+    benchmarks/scaling.py, those of the encoders by benchmarks/plan_check.py.
+
+    Attributes:
+        products: operations of large matrix products. memory: bytes of its memory.
+        nvlink: bytes that it receives from GPUs of its host in a collective; network: from other
+            hosts, its share of their network cards; host_link: from its host.
+        encoders: share of `products` that the encoders' matrix products and attention reach.
+        convolutions: share of it that convolutions reach, by patches of images.
+        kernel: seconds of each kernel in addition: its launch, and its tail, in which
+            multiprocessors idle.
+        separate: share of `memory` that kernels reach which torch.compile does not fuse.
+    """
+
+    products: float = 665e12
+    memory: float = 3.6e12
+    nvlink: float = 324e9
+    network: float = 44e9
+    host_link: float = 50e9
+    encoders: float = 0.97
+    convolutions: float = 0.05
+    kernel: float = 5e-6
+    separate: float = 0.82
+
+
+class Datasheet(NamedTuple):
+    """A model of GPU as its vendor describes it.
+
+    Operations per second of dense bfloat16 products; bytes per second of its memory, of NVLink or,
+    without it, of PCIe to other GPUs in one direction, and of PCIe to the host; bytes that CUDA
+    reports.
+    """
+
+    products: float
+    memory: float
+    nvlink: float
+    host_link: float
+    capacity: int
+
+
+#: NVIDIA's datasheets of SXM modules (of A100 and A800 those with 80 GB), by word of a GPU's name.
+DATASHEETS = {
+    "H200": Datasheet(989.5e12, 4.8e12, 450e9, 64e9, 143_771 << 20),
+    "H100": Datasheet(989.5e12, 3.35e12, 450e9, 64e9, 81_559 << 20),
+    "A100": Datasheet(312e12, 2.039e12, 300e9, 32e9, 81_920 << 20),
+    "A800": Datasheet(312e12, 2.039e12, 200e9, 32e9, 81_920 << 20),
+    "L40S": Datasheet(362.05e12, 864e9, 32e9, 32e9, 46_068 << 20),
+}
+#: The kind of GPU whose speeds were measured.
+MEASURED = "H200"
+
+
+def datasheet(name: str) -> Datasheet | None:
+    """The datasheet of a GPU, by a name such as "NVIDIA H200"; None if there is none."""
+    words = set(re.split(r"[\s-]+", name))  # whole ones: a GH200 is no H200
+    if words & {"PCIe", "PCIE", "NVL"}:  # slower than the SXM modules of the same name
+        return None
+    return next((sheet for part, sheet in DATASHEETS.items() if part in words), None)
+
+
+def speeds_of(name: str) -> Speeds | None:
+    """The speeds of a GPU by its name: an H200's shares of what its datasheet promises."""
+    sheet, measured, base = datasheet(name), DATASHEETS[MEASURED], Speeds()
+    if sheet is None:
+        return None
+    rates = ("products", "memory", "nvlink", "host_link")
+    shares = {rate: getattr(sheet, rate) / getattr(measured, rate) for rate in rates}
+    return replace(base, **{rate: getattr(base, rate) * share for rate, share in shares.items()})
 
 
 @dataclass(frozen=True)
@@ -27,6 +107,7 @@ class Machine:
         host: free bytes per host; None if unknown, on another machine.
         per_host: processes of a host, if there are as many.
         name: of the GPU, if known.
+        speeds: of the GPU, if known.
     """
 
     device: str
@@ -35,6 +116,7 @@ class Machine:
     host: int | None = None
     per_host: int = GPUS
     name: str = ""
+    speeds: Speeds | None = None
 
     @property
     def hosts(self) -> int:
@@ -44,6 +126,8 @@ class Machine:
 
 def this_machine(device: torch.device, count: int) -> Machine:
     """The machine of this process, with `count` processes in total."""
+    import torch  # `megabatch plan --help` needs the names of GPUs alone
+
     per_host = int(os.environ.get("LOCAL_WORLD_SIZE", count))
     host = int(psutil.virtual_memory().available)
     if device.type != "cuda":
@@ -51,10 +135,10 @@ def this_machine(device: torch.device, count: int) -> Machine:
     free, _ = torch.cuda.mem_get_info(device)
     limit = int(free * (1 - FRAGMENTATION))
     name = torch.cuda.get_device_name(device)
-    return Machine("cuda", count, limit, host, per_host, name)
+    return Machine("cuda", count, limit, host, per_host, name, speeds_of(name))
 
 
 def other_machine(count: int, memory: int, name: str = "", per_host: int = GPUS) -> Machine:
     """A machine with `count` GPUs of `memory` bytes each."""
     limit = int((memory - CONTEXT) * (1 - FRAGMENTATION))
-    return Machine("cuda", count, max(0, limit), None, per_host, name)
+    return Machine("cuda", count, max(0, limit), None, per_host, name, speeds_of(name))

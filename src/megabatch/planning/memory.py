@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.config.objective import create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
-from megabatch.planning.counter import counted
-from megabatch.planning.loss_workspace import Run
-from megabatch.planning.towers import AUTOCAST
-from megabatch.similarity import ops, settings
+from megabatch.similarity import settings
+from megabatch.similarity.distributed.schedule import columns_for, most_sharing, round_rows
+from megabatch.similarity.triton.blocking import block_shape, padded
 
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Bytes of optimizer state per element of a parameter.
 _STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
-_SMALLEST = 64 << 10
+#: Bytes of a sum of products or of a logit: float32.
+_WIDE = 4
+#: Bytes for each row or column of a softmax: results, their gradients and states.
+_STATISTICS = 52
+#: Rows and columns of a block on the CPU, and bytes of its buffers for each of its logits. The rest
+#: of the workspace saves logits.
+_CPU_BLOCK = 512, 1024, 24
+#: Losses of x, both views, against itself.
+ITSELF = ("ntxent", "dcl")
 
 
 @dataclass(frozen=True)
@@ -88,67 +93,78 @@ def loss_bytes(
     ranks: int,
     locked: frozenset[str] = frozenset(),
     hosts: int = 1,
-    columns: int | None = None,
 ) -> int:
     """Peak memory of the loss in bytes, for `rows` pairs of this rank, besides the features (b, d).
 
     With hard negatives, besides theirs (b, k, d), too. It includes the features' gradients.
     `locked`: towers whose features need none. `hosts`: on which the ranks are, as many on each.
-    `columns`: of a grid of ranks, 0: none; None: that which the library chooses. For a loss of the
-    user's own it is these gradients alone: the rest is unknown.
+    For a loss of the user's own it is these gradients alone: the rest is unknown.
     """
+    item, k = dtype.itemsize, config.hard_negatives
+    trained = (2 + k - len(locked)) * rows  # rows of features with a gradient
     if is_reference(config.loss):
-        return (2 + config.hard_negatives - len(locked)) * rows * width * dtype.itemsize
-    # Without ids, as fake ones have no values to check; they are a few bytes per row.
-    objective = create_objective(replace(config, duplicates="negatives"), group="local")
+        return trained * width * item
+    itself, siglip = config.loss in ITSELF, config.loss == "siglip"
+    m = 2 * rows if itself else rows
+    n = m * (1 + k)
+    vectors = 0 if siglip else _STATISTICS * (m + n)
+    joined = n if itself or k else 0  # rows of a copy: of both views, or of all texts
 
-    def prepare() -> Callable[[], Tensor]:
-        x, y = (
-            torch.empty(rows, width, dtype=dtype, requires_grad=tower not in locked)
-            for tower in ("image", "text")
-        )
-        scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
-        negatives = None
-        if k := config.hard_negatives:
-            negatives = torch.empty(rows, k, width, dtype=dtype, requires_grad=True)
-        return lambda: objective(x, y, scale, bias, negative_features=negatives)
+    def sweep(dim: int) -> int:
+        stored = (m if itself else trained) * dim * item
+        found = _sweep_bytes(config.loss, m, n, dim, item, device, ranks, hosts)
+        found = stored + max(found, stored if siglip else 0)  # both passes' gradients
+        return found + joined * dim * item + vectors
 
-    enabled = config.precision in AUTOCAST
-    with torch.autocast("cpu", AUTOCAST.get(config.precision), enabled=enabled):
-        return planned_bytes(prepare, device, ranks, hosts, columns)
+    if not config.matryoshka_dims:
+        return sweep(width)
+    # Prefixes are scaled to unit length in float32, and their gradients padded to the width.
+    peak, before, wide = 0, 0, item + (_WIDE if item < _WIDE else 0)
+    copies, padding = (m + n) * sum(config.matryoshka_dims) * wide, trained * width * item
+    for dim in reversed(config.matryoshka_dims):
+        peak = max(peak, before + copies + max(sweep(dim), trained * dim * wide + padding))
+        before, copies = padding, copies - (m + n) * dim * wide
+    return peak
 
 
-def planned_bytes(
-    prepare: Callable[[], Callable[[], Tensor]],
-    device: str,
-    ranks: int,
-    hosts: int = 1,
-    columns: int | None = None,
-) -> int:
-    """Peak memory of a loss and its backward pass in bytes, besides its inputs.
+def sharing_ranks(loss: str, ranks: int, hosts: int, rows: int, row: int) -> int:
+    """The ranks that compute the same rows, as the library chooses a grid; 1: there is none.
 
-    Args:
-        prepare: makes the inputs, and returns the loss of them; called on fake tensors.
-        device: "cpu" or "cuda". ranks: processes that share the batch. hosts: theirs. columns: of
-            their grid, as in `loss_bytes`.
+    `rows`: of a rank's first features, of `row` bytes each. Each rank gathers the columns of
+    `ranks` divided by this many.
     """
-    # Fake tensors are on the CPU, since a backward pass on CUDA needs a device. CUDA differs in the
-    # operators' workspace, and in that no logits are saved (`softmax.saved_logits`).
-    before = settings.set_workspace(None)
-    limit = before or settings.DEFAULT_WORKSPACE[device]
-    keeps = device == "cpu" and ranks == 1
-    run = Run(limit, device == "cpu", ranks, hosts, columns)
+    each, rest = divmod(ranks, hosts)
+    if loss in ITSELF or rest:
+        return 1
+    return max(1, columns_for(hosts, each, most_sharing(rows, row)))
 
-    def workspace(overload: Any, arguments: Sequence[Any]) -> int:
-        operator = ops.find(overload)
-        return run.workspace(operator.name, *arguments[:2]) if operator else 0
 
-    settings.set_workspace(limit if keeps else _SMALLEST)
-    try:
-        with counted(workspace) as counter:
-            loss = prepare()
-            start = counter.start()
-            loss().backward()
-            return counter.peak - start
-    finally:
-        settings.set_workspace(before)
+def _sweep_bytes(
+    loss: str, m: int, n: int, width: int, item: int, device: str, ranks: int, hosts: int
+) -> int:
+    """Temporary bytes of the gradients of `m` rows and `n` columns of this rank, in blocks."""
+    itself, siglip = loss in ITSELF, loss == "siglip"
+    limit = settings.current().workspace or settings.DEFAULT_WORKSPACE[device]
+    row, sums = width * item, width * _WIDE
+    sharing = sharing_ranks(loss, ranks, hosts, m, row)
+    at_once = round_rows(n, ranks // sharing * row) if ranks > 1 else n
+    mine, gathered = sharing * m, ranks // sharing * at_once
+    if device == "cpu":
+        strip, cols, each = _CPU_BLOCK
+        saved = 0 if siglip or ranks > 1 else _WIDE * m * n
+        block = min(limit, each * min(strip, m) * min(cols, n) + saved)
+    else:
+        strip, cols = block_shape(mine, gathered, width, item, itself, limit)
+        block = item * min(strip, mine) * min(cols, gathered)
+        if (whole := padded(width, item)) != width:
+            block += (m + (0 if itself else n)) * whole * item  # copies for the kernels
+    if ranks == 1:  # sums of all columns, and of a strip of rows
+        return block + sums * (n if itself else n + min(strip, m))
+    # Of several rounds: features of this one, of the next, and of the previous one; gradients that
+    # are computed, and those that are summed.
+    features, sets = (1, 1) if at_once >= n else (3, 2)
+    temporary = block + gathered * (features * row + sets * sums) + mine * row * (sharing > 1)
+    if not itself and not siglip:
+        # x's gradient is written when these are freed, but for the last round's sums.
+        temporary = max(gathered * sums, temporary - m * row)
+    return mine * sums + temporary

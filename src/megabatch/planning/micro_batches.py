@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +20,18 @@ from megabatch.planning.towers import MicroBatch
 
 #: Texts are cut to multiples of this many tokens (`megabatch.models.padding.trimmed`).
 MULTIPLE = 8
-#: Rows and tokens of a micro-batch's texts, and how many in a row are equal to it.
-Texts: TypeAlias = "list[tuple[int, int, int]]"
+
+
+class Widths(NamedTuple):
+    """Tokens of each of a step's texts, with padding, as micro-batches cut them.
+
+    mean: in all micro-batches. most: in the one with the most tokens, as if it had no more texts
+    than others. longest: of the longest text.
+    """
+
+    mean: float
+    most: float
+    longest: int
 
 
 @dataclass(frozen=True)
@@ -35,12 +44,15 @@ class TextLengths:
 
     samples: Mapping[Tower, Sequence[int]] = field(default_factory=dict)
 
-    def micro_batches(self, tower: Tower, context: int, rows: int, count: int) -> Texts:
+    def widths(self, tower: Tower, context: int, rows: int, count: int) -> Widths:
         """The texts of `count` micro-batches, `rows` in all, as a run divides them.
 
         context: tokens that the model takes.
         """
-        return equal_token_runs(self._runs(tower, context, rows), count)
+        runs = equal_token_runs(self._runs(tower, context, rows), count)
+        mean = sum(n * width * number for n, width, number in runs) / rows
+        most = max(n * width for n, width, _ in runs) / -(-rows // count)
+        return Widths(mean, max(mean, most), runs[0][1])
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens a micro-batch of another batch may have, as for a run.
@@ -119,51 +131,16 @@ def kept_count(runs: Sequence[tuple[int, int]], possible: int, *limits: int | No
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches of a step in order, those with the longest texts first.
-
-    A step may have millions, of which only a few differ.
+    """The micro-batches of a step: nearly alike, as texts are divided by tokens.
 
     Attributes:
-        runs: a micro-batch's bytes and work, and how many in a row are equal to it.
-        size: pairs of one; if texts are sorted by length, their mean number.
-        texts: by tower, if they are cut.
+        mean: their mean bytes and work. largest: those of the largest one.
+        count: their number.
     """
 
-    runs: tuple[tuple[MicroBatch, int], ...]
-    size: int
-    texts: Mapping[Tower, Texts] = field(default_factory=dict)
-
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return sum(number for _, number in self.runs)
-
-    @property
-    def largest(self) -> MicroBatch:
-        """The one that takes the most memory."""
-        return max((micro for micro, _ in self.runs), key=lambda micro: micro.peak)
-
-    @property
-    def mean_graph(self) -> int:
-        """Mean bytes of a graph."""
-        return sum(micro.further * number for micro, number in self.runs) // self.count
-
-    def total(self, part: str) -> Work:
-        """The work of a part of all of them."""
-        work = Work()
-        for micro, number in self.runs:
-            work = work.plus(getattr(micro, part), number)
-        return work
-
-    def split(self, waiting: int) -> tuple[MicroBatches, MicroBatches]:
-        """All but the last `waiting` ones, and those."""
-        before, after, left = [], [], self.count - waiting
-        for micro, number in self.runs:
-            first = min(number, left)
-            left -= first
-            before += [(micro, first)] * (first > 0)
-            after += [(micro, number - first)] * (number > first)
-        return replace(self, runs=tuple(before)), replace(self, runs=tuple(after))
+    mean: MicroBatch
+    largest: MicroBatch
+    count: int
 
     def passes(self) -> dict[str, int]:
         """Bytes of activations by phase; a single micro-batch keeps its graph for the loss."""
@@ -172,14 +149,12 @@ class MicroBatches:
             return {"encode": one.peak, "loss": one.kept, "second pass": one.peak}
         return {"encode": one.forward, "second pass": one.peak}
 
-    def beside(self, count: int) -> dict[str, int]:
+    def beside(self, kept: int) -> dict[str, int]:
         """Bytes of this many kept graphs, at least one, by phase, beside those of `passes`."""
-        waiting = self.split(count)[1].runs
-        graphs = sum(micro.further * number for micro, number in waiting)
+        graphs, one = kept * self.mean.further, self.largest
         # Forward passes without a graph come first, and the second pass begins with these graphs.
-        most = graphs + max(micro.peak - micro.further for micro, _ in waiting)
-        encoded = max(0, most - self.largest.forward)
-        second = max(0, most - self.largest.peak)
+        most = graphs + one.peak - one.further
+        encoded, second = max(0, most - one.forward), max(0, most - one.peak)
         return {"encode": encoded, "loss": graphs, "second pass": second}
 
 
@@ -187,64 +162,34 @@ class MicroBatches:
 class Encoders:
     """The micro-batches of a model's towers, of which few are counted.
 
+    Bytes and work are linear functions of the pairs and of the tokens of each tower, which is
+    accurate but for small micro-batches. (Where texts are shorter than attention's tiles, its work
+    depends on their number alone.)
+
     Attributes:
-        count: counts a micro-batch of so many pairs with so many tokens, by tower.
-        size: pairs of one that is counted. Others are interpolated between this size and half of
-            it, linearly, which is accurate but for small ones.
-        contexts: tokens of the texts of the towers that get them cut.
-        lengths: of these texts.
+        count: counts a micro-batch of so many pairs with texts of so many tokens, by tower.
+        size: pairs of one that is counted.
+        ranges: the fewest and the most tokens of texts, of the towers that get them cut.
     """
 
     count: Callable[[int, Mapping[Tower, int]], MicroBatch]
     size: int
-    contexts: Mapping[Tower, int]
-    lengths: TextLengths
+    ranges: Mapping[Tower, tuple[int, int]]
     _known: dict[tuple[int, tuple[int, ...]], MicroBatch] = field(default_factory=dict)
 
-    def micro_batches(self, rows: int, size: int) -> MicroBatches:
-        """The micro-batches of a process's `rows` pairs.
-
-        They are a linear function of the tokens of each tower, from texts of the least and the
-        most. Where texts are shorter than attention's tiles, its work depends on their number
-        instead, and only the sum over micro-batches is right.
-        """
-        size = min(size, rows)
-        count = -(-rows // size)
-        texts = {
-            tower: self.lengths.micro_batches(tower, context, rows, count)
-            for tower, context in self.contexts.items()
-        }
-        ranges = {t: self.lengths.range(t, context) for t, context in self.contexts.items()}
-        shortest = {tower: least for tower, (least, _) in ranges.items()}
-        base = self._one(size, shortest)
-        slopes = {
-            tower: self._one(size, {**shortest, tower: most}).plus(base, -1)
-            for tower, (least, most) in ranges.items()
-            if most > least
-        }
-        if not slopes:
-            return MicroBatches(((base, count),), size, texts)
-        runs = []
-        for at, number in side_by_side([*texts.values()]):
-            micro = base
-            for (tower, (least, most)), (n, width) in zip(ranges.items(), at, strict=True):
-                if tower in slopes:
-                    share = (n * width - size * least) / (size * (most - least))
-                    micro = micro.plus(slopes[tower], share)
-            runs.append((micro, number))
-        return MicroBatches(tuple(runs), size, texts)
-
-    def longer(self, rows: int, count: int) -> float:
-        """How many times as many tokens a micro-batch of another batch may have, as for a run."""
-        found = (self.lengths.longer(t, most, rows, count) for t, most in self.contexts.items())
-        return max(found, default=1.0)
-
-    def _one(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
-        if size != self.size and self.size > 1:
-            half = self.size // 2
-            first, second = self._counted(half, widths), self._counted(self.size, widths)
-            return first.plus(second.plus(first, -1), (size - half) / (self.size - half))
-        return self._counted(size, widths)
+    def micro_batch(self, size: int, widths: Mapping[Tower, float]) -> MicroBatch:
+        """A micro-batch of `size` pairs with texts of so many tokens, by tower."""
+        least = {tower: shortest for tower, (shortest, _) in self.ranges.items()}
+        points = [(self.size, least)]
+        for tower, (shortest, longest) in self.ranges.items():
+            if longest > shortest:
+                points.append((self.size, {**least, tower: longest}))
+        if size != self.size > 1:
+            points.append((self.size // 2, least))
+        terms = np.array([[1, n, *(n * width for width in at.values())] for n, at in points], float)
+        wanted = np.array([1, size, *(size * width for width in widths.values())], float)
+        shares = np.linalg.lstsq(terms.T, wanted, rcond=None)[0]
+        return weighted([self._counted(*point) for point in points], shares.tolist())
 
     def _counted(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
         key = size, tuple(widths.values())
@@ -253,11 +198,15 @@ class Encoders:
         return self._known[key]
 
 
-def side_by_side(towers: Sequence[Texts]) -> Iterator[tuple[tuple[tuple[int, int], ...], int]]:
-    """Rows and tokens of each tower, and how many micro-batches in a row have them."""
-    ends = [[*itertools.accumulate(number for *_, number in runs)] for runs in towers]
-    start = 0
-    for end in sorted({*itertools.chain(*ends)}):
-        at = [bisect.bisect_right(those, start) for those in ends]
-        yield tuple(runs[i][:2] for runs, i in zip(towers, at, strict=True)), end - start
-        start = end
+def weighted(parts: Sequence[MicroBatch], shares: Sequence[float]) -> MicroBatch:
+    """The sum of the micro-batches' numbers, each times its share."""
+    made: dict[str, Any] = {}
+    for name in ("forward", "kept", "peak", "further"):
+        made[name] = round(
+            sum(s * getattr(one, name) for one, s in zip(parts, shares, strict=True))
+        )
+    for name in ("encode", "record", "backward"):
+        made[name] = Work()
+        for one, share in zip(parts, shares, strict=True):
+            made[name] = made[name].plus(getattr(one, name), share)
+    return replace(parts[0], **made)

@@ -1,10 +1,10 @@
-"""The memory of each phase of a step, and its time."""
+"""A run's memory in each phase of a step, and its time, from its settings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,23 +13,24 @@ from torch import nn
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.errors import UsageError, are, plural
+from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.layers import Tower, locked_towers
-from megabatch.planning.machine import Machine
-from megabatch.planning.memory import loss_bytes, state_bytes
+from megabatch.planning.machine import DATASHEETS, Machine
+from megabatch.planning.memory import AUTOCAST, loss_bytes, state_bytes
 from megabatch.planning.micro_batches import (
     Encoders,
     MicroBatches,
     TextLengths,
+    Widths,
     kept_at_most,
     kept_count,
 )
-from megabatch.planning.seconds import counts_transfers, step_seconds
-from megabatch.planning.speeds import Speeds, speeds_of
-from megabatch.planning.towers import AUTOCAST, MicroBatch, Sample, measure, sample_of
+from megabatch.planning.seconds import step_seconds
+from megabatch.planning.towers import MicroBatch, Sample, measure, sample_of
 
 #: Bytes of Python objects per image file.
 _FILE_OVERHEAD = 500
@@ -41,14 +42,10 @@ TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
 SORTED = "texts in order of length are cut to {} on average, the longest to {}"
 #: The note of a plan with a loss of the user's own.
 OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
-#: The note of a plan for several GPUs whose loss's transfers are not counted.
-TRANSFERS = "the time leaves out the loss's transfers between GPUs: only {} are counted".format(
-    "those of clip, siglip and infonce without hard negatives"
-)
+#: The note of a plan for GPUs whose speeds are not known.
+UNTIMED = f"the time of a step is not known on {{}}, only on {', '.join(DATASHEETS)}"
 #: Phases of a step, in order.
 PHASES = ("encode", "loss", "second pass", "update")
-#: The smallest micro-batch that `Planner.search` tries, unless a process has fewer pairs.
-SMALLEST = 128
 #: Sizes whose times differ by a smaller share are equally fast.
 GAIN = 0.02
 
@@ -127,21 +124,17 @@ def make_plan(
     machine: Machine,
     *,
     file_bytes: float | None = None,
-    text_tokens: int | None = None,
     lengths: TextLengths | None = None,
-    speeds: Speeds | None = None,
 ) -> Plan:
     """Estimate a run's memory and time, whether it fits, and if not, settings that would.
 
     Nothing is computed or allocated, whatever the sizes; it takes some seconds. For the arguments
-    see `Planner`; `text_tokens` are those of all texts, instead of `lengths`.
+    see `Planner`.
 
     Raises:
         NoPlan: the model's memory cannot be estimated.
     """
-    if text_tokens is not None:
-        lengths = TextLengths(dict.fromkeys(towers.lengths, (text_tokens,)))
-    return Planner(config, towers, machine, file_bytes, lengths, speeds).planned()
+    return Planner(config, towers, machine, file_bytes, lengths).planned()
 
 
 def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
@@ -163,7 +156,6 @@ class Planner:
         file_bytes: mean size of an image file if images are decoded late; else None.
         lengths: of a sample of texts, if they are trimmed; without it texts have all tokens that
             the model takes.
-        speeds: of the GPUs; by default those of the machine's kind of GPU, if it is known.
     """
 
     config: TrainConfig
@@ -171,46 +163,72 @@ class Planner:
     machine: Machine
     file_bytes: float | None = None
     lengths: TextLengths | None = None
-    speeds: Speeds | None = None
-    _losses: dict[tuple[int, int, torch.dtype], int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.speeds is None and self.machine.device == "cuda":
-            self.speeds = speeds_of(self.machine.name)
 
     @cached_property
     def sample(self) -> Sample:
         """A pair."""
-        return replace(sample_of(self.towers), texts=1 + self.config.hard_negatives)
-
-    @property
-    def rows(self) -> int:
-        """Pairs of a process."""
-        return -(-self.config.global_batch_size // self.machine.count)
+        return sample_of(self.towers, 1 + self.config.hard_negatives)
 
     @property
     def usual(self) -> int:
-        """Pairs of a micro-batch as configured."""
-        return min(unmeasured_micro_batch(self.config), self.rows)
+        """Pairs of a micro-batch as configured, or without a measurement."""
+        return min(unmeasured_micro_batch(self.config), self._rows(self.config))
 
     @property
-    def compiled(self) -> bool:
-        """Whether the towers are compiled."""
+    def _compiled(self) -> bool:
         on_gpu = self.machine.device == "cuda"
         return on_gpu if self.config.torchcompile is None else self.config.torchcompile
 
+    def _rows(self, config: TrainConfig) -> int:
+        """Pairs of a process."""
+        return -(-config.global_batch_size // self.machine.count)
+
+    def planned(self) -> Plan:
+        """The plan of the configuration, with a suggestion if it does not fit."""
+        plan = self._auto() if self.config.micro_batch_size == "auto" else self.plan()
+        return plan if plan.fits else replace(plan, problem=self._problem(plan))
+
+    def plan(self, **sizes: Any) -> Plan:
+        """The plan with other `sizes` than configured.
+
+        Raises:
+            NoPlan: the model's memory cannot be estimated.
+        """
+        config, machine = replace(self.config, **sizes), self.machine
+        rows = self._rows(config)
+        size = min(unmeasured_micro_batch(config), rows)
+        micro, notes = self.micro_batches(rows, size), self._notes(config, rows, size)
+        parts = [*self._state(), *self._features(config, rows, micro.largest.feature_dtype)]
+        kept = f"{micro.largest.kept / 2**20:,.0f} MiB in the graph of {plural(size, 'pair')}"
+        parts.append(Part("activations", micro.passes(), kept))
+        inputs = [*self._inputs(config, rows)]
+        if machine.device == "cuda":
+            parts.append(_inputs_on_gpu(size * self.sample.nbytes, micro.count == 1))
+            each = min(machine.per_host, machine.count)
+            host = tuple(replace(p, nbytes={"step": each * p.nbytes[PHASES[0]]}) for p in inputs)
+        else:
+            parts, host = parts + inputs, ()
+        plan = Plan(config, machine, tuple(parts), host, notes=notes)
+        return self._with_seconds(self._with_kept(plan, micro, rows), micro, size)
+
+    # --- activations ------------------------------------------------------------------------------
+
     @cached_property
-    def encoders(self) -> Encoders:
-        """Counts the towers' micro-batches."""
+    def _contexts(self) -> dict[Tower, int]:
+        """Tokens that the model takes, of the towers whose texts are cut to known lengths."""
+        known = self.config.trim_texts and self.lengths and self.lengths.samples
+        inputs = self.sample.inputs
+        return {t: len(inputs[t]) for t in inputs if t in self.towers.lengths} if known else {}
+
+    @cached_property
+    def _encoders(self) -> Encoders:
         lengths = self.lengths or TextLengths()
-        cut = self.towers.lengths if self.config.trim_texts and lengths.samples else ()
-        both: tuple[Tower, Tower] = "image", "text"
-        contexts = {t: self.sample.context(t) for t in both if t in cut}
-        return Encoders(self._count, self.usual, contexts, lengths)
+        ranges = {tower: lengths.range(tower, most) for tower, most in self._contexts.items()}
+        return Encoders(self._count, self.usual, ranges)
 
     def _count(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
         config, module = self.config, self.towers.module
-        sample, checkpointing = self.sample.with_widths(widths), config.grad_checkpointing
+        sample, checkpointing = self.sample.cut(widths), config.grad_checkpointing
         try:
             with _checkpointed(module, checkpointing):
                 micro = measure(module, sample, size, self.machine.device, config.precision)
@@ -218,90 +236,46 @@ class Planner:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
         # What checkpoints keep are inputs, which compiled blocks have as well.
-        return micro.compiled() if self.compiled and not checkpointing else micro
+        return micro.compiled() if self._compiled and not checkpointing else micro
+
+    def _widths(self, rows: int, size: int) -> dict[Tower, Widths]:
+        count, lengths = -(-rows // size), self.lengths or TextLengths()
+        return {t: lengths.widths(t, most, rows, count) for t, most in self._contexts.items()}
 
     def micro_batches(self, rows: int, size: int) -> MicroBatches:
-        """The micro-batches of a process with this many rows; see `Encoders.micro_batches`.
+        """The micro-batches of a process with this many rows.
 
         Raises:
             NoPlan: the model's memory cannot be estimated.
         """
-        return self.encoders.micro_batches(rows, size)
-
-    def planned(self) -> Plan:
-        """The plan of the configuration, with a suggestion if it does not fit."""
-        auto = self.config.micro_batch_size == "auto"
-        plan = self._auto() if auto else self.plan()
-        return plan if plan.fits else replace(plan, problem=self._problem(plan))
-
-    def plan(self, machine: Machine | None = None, **sizes: Any) -> Plan:
-        """The plan on a machine of as many rows or fewer, with other `sizes` than configured."""
-        machine, config = machine or self.machine, replace(self.config, **sizes)
-        rows = -(-config.global_batch_size // machine.count)
-        size = min(unmeasured_micro_batch(config), rows)
-        on_gpu = machine.device == "cuda"
-        micro = self.micro_batches(rows, size)
-        features = self._features(config, machine, rows, micro.largest.feature_dtype)
-        kept = f"{micro.largest.kept / 2**20:,.0f} MiB in the graph of {plural(size, 'pair')}"
-        activations = Part("activations", micro.passes(), kept)
-        parts = [*self._state(config, machine), *features, activations]
-        inputs = [*self._inputs(config, rows)]
-        if on_gpu:
-            parts.append(_inputs_on_gpu(size * self.sample.nbytes, micro.count == 1))
-            each = min(machine.per_host, machine.count)
-            inputs = [replace(p, nbytes={"step": p.nbytes[PHASES[0]] * each}) for p in inputs]
-        own_loss = (OWN_LOSS.format(config.loss),) * is_reference(config.loss)
-        notes = self._texts_note(micro) + own_loss
-        host = tuple(inputs) if on_gpu else ()
-        plan = Plan(config, machine, (*parts, *(() if on_gpu else inputs)), host, notes=notes)
-        if on_gpu and plan.total("second pass") > machine.limit:
-            plan = _gradients_to_host(plan)
-        return self._with_seconds(self._with_kept(plan, micro, rows), micro)
-
-    def _texts_note(self, micro: MicroBatches) -> tuple[str, ...]:
-        if not (self.config.trim_texts and self.towers.lengths):
-            return ()
-        parts = [part for found in micro.texts.values() for part in found]
-        if not parts:
-            return (TRIMMED,)
-        tokens = sum(n * width * number for n, width, number in parts)
-        mean = tokens / sum(n * number for n, _, number in parts)
-        return (SORTED.format(plural(round(mean), "token"), max(width for _, width, _ in parts)),)
+        widths = self._widths(rows, size)
+        mean, largest = (
+            self._encoders.micro_batch(size, {t: getattr(w, name) for t, w in widths.items()})
+            for name in ("mean", "most")
+        )
+        return MicroBatches(mean, largest, -(-rows // size))
 
     def _with_kept(self, plan: Plan, micro: MicroBatches, rows: int) -> Plan:
         """Add the activations that are kept for the second pass."""
-        machine, room = plan.machine, None
+        machine, graph, of, room = plan.machine, micro.mean.further, micro.count, None
         if machine.device == "cuda":  # the second pass has one of the graphs already
             encode, loss, second = map(plan.total, PHASES[:3])
-            room = machine.limit - max(encode, loss, second - micro.mean_graph)
-            room = int(room / self.encoders.longer(rows, micro.count))
+            longer = [self.lengths.longer(t, n, rows, of) for t, n in self._contexts.items()]
+            room = int((machine.limit - max(encode, loss, second - graph)) / max([1.0, *longer]))
         bound = activation_bytes(plan.config, machine.device)
-        graphs = [(one.further, number) for one, number in micro.runs]
-        of = micro.count
-        count = kept_count(graphs, kept_at_most(of, machine.count), bound, room)
+        count = kept_count([(graph, of)], kept_at_most(of, machine.count), bound, room)
         if not count:
             return replace(plan, micro_batches=of)
         note = f"{count} of {of} micro-batches {are(count)} encoded once"
         part = Part("kept activations", micro.beside(count), note)
         return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
 
-    def _with_seconds(self, plan: Plan, micro: MicroBatches) -> Plan:
-        """Add the time of the step, if the GPUs' speeds are known."""
-        if self.speeds is None:
-            return plan
-        step = step_seconds(
-            *(plan.config, plan.machine, self.speeds, micro, plan.kept),
-            width=self.towers.embed_dim,
-            state=state_bytes(self.towers.module, plan.config, plan.machine.count),
-            pair_bytes=self.sample.nbytes,
-            compiled=self.compiled,
-        )
-        missing = step is not None and plan.machine.count > 1 and not counts_transfers(plan.config)
-        return replace(plan, step=step, notes=plan.notes + (TRANSFERS,) * missing)
+    # --- the rest of a step -----------------------------------------------------------------------
 
-    def _state(self, config: TrainConfig, machine: Machine) -> list[Part]:
-        state = state_bytes(self.towers.module, config, machine.count)
-        buckets = config.parallel == "ddp" and machine.count > 1
+    def _state(self) -> list[Part]:
+        config, count = self.config, self.machine.count
+        state = state_bytes(self.towers.module, config, count)
+        buckets = config.parallel == "ddp" and count > 1
         rows = [
             ("weights", state.weights, PHASES, ""),
             ("weights, whole", state.whole_weights, PHASES[:3], "FSDP2, while a step runs"),
@@ -317,96 +291,109 @@ class Planner:
             if size
         ]
 
-    def _features(
-        self, config: TrainConfig, machine: Machine, rows: int, dtype: torch.dtype
-    ) -> list[Part]:
+    def _features(self, config: TrainConfig, rows: int, dtype: torch.dtype) -> list[Part]:
         if config.precision in AUTOCAST and not config.matryoshka_dims:
             dtype = AUTOCAST[config.precision]  # as GradientCache keeps them
-        width, locked = self.towers.embed_dim, locked_towers(self.towers.module)
+        machine, width = self.machine, self.towers.embed_dim
+        locked = locked_towers(self.towers.module)
+        where = machine.device, machine.count, locked, machine.hosts
+        loss = loss_bytes(config, rows, width, dtype, *where)
         one, sides = rows * width * dtype.itemsize, 2 + config.hard_negatives
-        devices = machine.device, machine.count, locked, machine.hosts
-        key = rows, machine.count, dtype
-        if key not in self._losses:  # sizes of micro-batches are tried with one
-            self._losses[key] = loss_bytes(config, rows, width, dtype, *devices)
-        kind = str(dtype).removeprefix("torch.")
-        own = is_reference(config.loss)
+        on_host = machine.device == "cuda" and one >= LARGE
+        waiting = 0 if on_host else (sides - len(locked)) * one
+        note = f"{rows:,} x {width} x {sides}, {str(dtype).removeprefix('torch.')}"
+        name = "gradients of the loss" if is_reference(config.loss) else "loss and its gradients"
         # At the end of the first pass micro-batches are concatenated: both copies exist.
         return [
-            Part(
-                "features",
-                {"encode": 2 * sides * one, "loss": sides * one},
-                f"{rows:,} x {width} x {sides}, {kind}",
-            ),
-            Part(
-                "gradients of the loss" if own else "loss and its gradients",
-                {"loss": self._losses[key]},
-                config.loss,
-            ),
-            Part("feature gradients", {"second pass": (sides - len(locked)) * one}),
+            Part("features", {"encode": 2 * sides * one, "loss": sides * one}, note),
+            Part(name, {"loss": loss}, config.loss),
+            Part("feature gradients", {"second pass": waiting}, "on the host" * on_host),
         ]
 
     def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
         # The current batch, the next one and, with workers, the parts of the one after that.
         if self.file_bytes is None:
-            size = self.sample.nbytes
-            batches, words = (3, "three") if config.workers else (2, "two")
-            note = f"{size:,} bytes a pair, {words} batches"
+            size, batches = self.sample.nbytes, 3 if config.workers else 2
+            note = f"{size:,} bytes a pair, {batches} batches"
             yield Part("raw inputs", dict.fromkeys(PHASES, batches * rows * size), note)
             return
-        size = round(self.file_bytes) + _FILE_OVERHEAD + self.sample.text_bytes
-        note = f"{size:,} bytes a pair, three batches"
+        size = round(self.file_bytes) + _FILE_OVERHEAD + self.sample.bytes_of("text")
+        note = f"{size:,} bytes a pair, 3 batches"
         yield Part("image files and texts", dict.fromkeys(PHASES, 3 * rows * size), note)
-        decoded = min(rows, _DECODED * unmeasured_micro_batch(config)) * self.sample.first_bytes
+        decoded = min(rows, _DECODED * unmeasured_micro_batch(config))
+        decoded *= self.sample.bytes_of("image")
         note = f"{_DECODED} micro-batches"
         yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)
 
+    def _with_seconds(self, plan: Plan, micro: MicroBatches, size: int) -> Plan:
+        """Add the time of the step, if it is known."""
+        config, machine = plan.config, plan.machine
+        step = step_seconds(
+            *(config, machine, micro, plan.kept),
+            width=self.towers.embed_dim,
+            state=state_bytes(self.towers.module, config, machine.count),
+            copied=size * self.sample.nbytes,
+            compiled=self._compiled,
+        )
+        return replace(plan, step=step)
+
+    def _notes(self, config: TrainConfig, rows: int, size: int) -> tuple[str, ...]:
+        notes, machine = [], self.machine
+        if widths := self._widths(rows, size).values():
+            mean = round(sum(width.mean for width in widths) / len(widths))
+            longest = max(width.longest for width in widths)
+            notes.append(SORTED.format(plural(mean, "token"), longest))
+        elif config.trim_texts and self.towers.lengths:
+            notes.append(TRIMMED)
+        if is_reference(config.loss):
+            notes.append(OWN_LOSS.format(config.loss))
+        if machine.device == "cuda" and machine.speeds is None:
+            notes.append(UNTIMED.format(machine.name or "this GPU"))
+        return tuple(notes)
+
     # --- other sizes ------------------------------------------------------------------------------
 
-    def search(self) -> list[Plan]:
-        """Plans with all powers of two and with all of a process's pairs at a time.
-
-        As many activations are kept as fit.
-        """
-        sizes = {self.rows, *(SMALLEST << k for k in range(64) if SMALLEST << k < self.rows)}
-        return [self.plan(micro_batch_size=size) for size in sorted(sizes)]
-
-    def largest_batch(self) -> int:
-        """The largest global batch that fits with the configured micro-batches, to 3%."""
-        above = 8 * self.config.global_batch_size
-        while self._fits(global_batch_size=above):
-            above *= 8
-        return self._largest("global_batch_size", above)
-
     def _auto(self) -> Plan:
-        """The plan with the size of a run that measures none, or with the next one that fits.
+        """The plan with the micro-batch size that a run would find, by the planned times.
 
-        On a GPU a run may choose a larger one: a note has the largest.
+        Of the sizes up to all of a process's pairs, as far as they fit, it is the fastest; if none
+        fits, a smaller one that does.
         """
-        size = self.usual
-        plan = self.plan(micro_batch_size=size)
+        usual, rows = self.usual, self._rows(self.config)
         normalised = any(isinstance(m, BATCH_NORMS) for m in self.towers.module.modules())
         if self.machine.device == "cpu" or normalised:
-            return plan
-        if plan.peak > self.machine.limit:
-            size = 1 << self._largest("micro_batch_size", size).bit_length() >> 1 or 1
-            plan = self.plan(micro_batch_size=size)
-        counted = f"micro-batch size auto: counted with {plural(size, 'pair')} at a time"
-        fitting = [one.config.micro_batch_size for one in self.search() if one.fits]
-        largest = max((found for found in fitting if isinstance(found, int)), default=0)
-        if largest > size:
-            counted += f"; a run takes the fastest of the sizes that fit, up to {largest:,}"
-        return replace(plan, notes=(counted, *plan.notes))
+            return self.plan(micro_batch_size=usual)
+        sizes = sorted({rows, *(usual << k for k in range(64) if usual << k < rows)})
+        fitting = {n: plan for n in sizes if (plan := self.plan(micro_batch_size=n)).fits}
+        if not fitting:
+            return self._smaller() or self.plan(micro_batch_size=usual)
+        seconds = {n: plan.seconds for n, plan in fitting.items() if plan.seconds is not None}
+        plan = fitting[largest_of_fastest(seconds) if seconds else min(fitting)]
+        note = f"micro-batch size auto: a run takes the fastest that fits, up to {max(fitting):,}"
+        if seconds:
+            pairs = self.config.global_batch_size
+            rates = ", ".join(f"{n:,}: {pairs / taken:,.0f}" for n, taken in seconds.items())
+            note += f" (planned pairs/s with {rates})"
+        return replace(plan, notes=(note, *plan.notes))
 
-    def _fits(self, machine: Machine | None = None, **sizes: Any) -> bool:
-        return self.plan(machine, **sizes).fits
+    def _smaller(self) -> Plan | None:
+        """The plan with the largest power of two of pairs at a time below `usual` that fits."""
+        sizes = (1 << k for k in reversed(range((self.usual - 1).bit_length())))
+        plans = (self.plan(micro_batch_size=size) for size in sizes)
+        return next((plan for plan in plans if plan.fits), None)
 
-    def _largest(self, name: str, above: int, **sizes: Any) -> int:
-        """The largest value of a size below `above` that fits, to 3%, rounded; 0 if none does."""
-        low, high = 0, above
+    def largest_batch(self, **sizes: Any) -> int:
+        """The largest global batch that fits, to 3%, with other `sizes`; 0 if none does."""
+
+        def fits(batch: int) -> bool:
+            return self.plan(global_batch_size=batch, **sizes).fits
+
+        low, high = 0, 8 * self.config.global_batch_size
+        while fits(high):
+            low, high = high, 8 * high
         while high - low > max(1, low // 32):
             middle = (low + high) // 2
-            fits = self._fits(None, **{**sizes, name: middle})
-            low, high = (middle, high) if fits else (low, middle)
+            low, high = (middle, high) if fits(middle) else (low, middle)
         grain = 1 << max(0, low.bit_length() - 5)  # a power of two, at most 1/16 of `low`
         return low // grain * grain
 
@@ -423,19 +410,13 @@ class Planner:
         return f"does not fit: it needs {what}; {self._suggestion()}"
 
     def _suggestion(self) -> str:
-        config, count = self.config, self.machine.count
-        if size := self._largest("micro_batch_size", self.usual):
-            return f"--micro-batch-size {size} fits"
-        size = self._largest("global_batch_size", config.global_batch_size, micro_batch_size=1)
-        if not size:
-            more = "" if config.grad_checkpointing else ", --grad-checkpointing"
-            return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
-        smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
-        counts = (count << k for k in range(1, 7))
-        machines = (replace(self.machine, count=count) for count in counts)
-        enough = (m.count for m in machines if self._fits(m, micro_batch_size=1))
-        more = f"; so do {found} GPUs" if (found := next(enough, 0)) else ""
-        return f"no micro-batch size fits; {smaller}{more}"
+        if smaller := self._smaller():
+            return f"--micro-batch-size {smaller.config.micro_batch_size} fits"
+        if size := self.largest_batch(micro_batch_size=1):
+            smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
+            return f"no micro-batch size fits; {smaller}"
+        more = "" if self.config.grad_checkpointing else ", --grad-checkpointing"
+        return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
 
 
 def largest_of_fastest(seconds: Mapping[int, float]) -> int:
@@ -446,19 +427,6 @@ def largest_of_fastest(seconds: Mapping[int, float]) -> int:
     """
     least = min(seconds.values())
     return max(size for size, value in seconds.items() if value <= (1 + GAIN) * least)
-
-
-def fastest(plans: Sequence[Plan]) -> Plan | None:
-    """Of those that fit, the one to take by `largest_of_fastest`; None if none fits."""
-    fitting = {unmeasured_micro_batch(plan.config): plan for plan in plans if plan.fits}
-    seconds = {size: plan.seconds for size, plan in fitting.items() if plan.seconds is not None}
-    return fitting[largest_of_fastest(seconds)] if seconds else None
-
-
-def _gradients_to_host(plan: Plan) -> Plan:
-    """Move feature gradients to the host, as GradientCache does if memory is short."""
-    moved = Part("feature gradients", {"second pass": 0}, "on the host, as room is short")
-    return replace(plan, parts=tuple(moved if p.name == moved.name else p for p in plan.parts))
 
 
 def _inputs_on_gpu(nbytes: int, once: bool) -> Part:

@@ -11,11 +11,10 @@ from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
 from megabatch.planning.counter import Work
-from megabatch.planning.machine import Machine
-from megabatch.planning.memory import State
+from megabatch.planning.machine import Machine, Speeds
+from megabatch.planning.memory import ITSELF, State, sharing_ranks
 from megabatch.planning.micro_batches import MicroBatches
-from megabatch.planning.speeds import Speeds
-from megabatch.similarity.distributed.schedule import columns_for, most_sharing, round_rows
+from megabatch.similarity.distributed.schedule import round_rows
 
 #: A sweep of a loss takes `PER_OPERATION + PER_LOGIT / d` of the time of its operations in large
 #: products: the exponentials and reductions of a tile do not depend on the width d.
@@ -26,59 +25,54 @@ _UPDATE = 2
 #: What remains of the bytes and of the kernels of operations between products when torch.compile
 #: fuses them: by its own graphs 0.33 to 0.64 and 0.48 to 0.77, for ViTs and for glyphs.
 FUSED = 0.46, 0.6
-#: Losses whose transfers between GPUs are counted. Others have x against itself.
-TRANSFERRED = ("clip", "siglip", "infonce")
 
 
 def step_seconds(
     config: TrainConfig,
     machine: Machine,
-    speeds: Speeds,
     micro: MicroBatches,
     kept: int,
     *,
     width: int,
     state: State,
-    pair_bytes: int,
+    copied: int,
     compiled: bool,
 ) -> dict[str, float] | None:
-    """Seconds of a step on each GPU by part, one after another; None if the loss's are not known.
+    """Seconds of a step on each GPU by part, one after another; None if they are not known.
 
     Reading and decoding data are not counted. Transfers between GPUs, and copies of inputs from the
     host, are counted as far as nothing is computed meanwhile.
 
     Args:
-        config, machine, speeds: of the run.
+        config, machine: of the run.
         micro: a process's micro-batches. kept: the number of those whose activations are kept.
         width: of the features.
         state: weights, gradients and the optimizer's state of a GPU.
-        pair_bytes: of a pair's inputs.
+        copied: bytes of a micro-batch's inputs.
         compiled: whether the towers are compiled.
     """
+    speeds, one, count = machine.speeds, micro.mean, micro.count
     loss = loss_seconds(config, width, speeds, machine.count)
-    if loss is None:
+    if speeds is None or loss is None:
         return None
-    once = 1 if micro.count == 1 else kept
-    again, waiting = micro.split(once)
-
-    def seconds(work: Work) -> float:
-        return work_seconds(work, speeds, compiled=compiled)
-
-    first = seconds(again.total("encode").plus(waiting.total("record")))
-    second, backward = seconds(again.total("record")), seconds(micro.total("backward"))
-    # Gradients are averaged while the last micro-batch's backward pass runs.
-    averaging = _averaging(machine, speeds, state.gradients) - seconds(micro.runs[-1][0].backward)
-    copy = micro.size * pair_bytes / speeds.host_link
-    copies = (2 * micro.count - once) * copy
+    once = 1 if count == 1 else kept
+    encode, record, backward = (
+        work_seconds(work, speeds, compiled=compiled)
+        for work in (one.encode, one.record, one.backward)
+    )
+    passes = count * (encode + record + backward) - once * encode
+    copy = copied / speeds.host_link
     updated = _UPDATE * (state.weights + state.gradients + state.optimizer + state.average)
+    # Gradients are averaged while the last micro-batch's backward pass runs.
+    averaging = max(0.0, _averaging(machine, speeds, state.gradients) - backward)
     return {
-        "first_pass": first,
-        "second_pass": second,
-        "backward_pass": backward,
+        "first_pass": (count - once) * encode + once * record,
+        "second_pass": (count - once) * record,
+        "backward_pass": count * backward,
         "loss": loss,
-        "transfers": max(0.0, averaging) + loss_transfers(config, width, machine, speeds, loss),
+        "transfers": averaging + loss_transfers(config, width, machine, loss),
         "optimizer": updated / speeds.memory,
-        "inputs": copy + max(0.0, copies - first - second - backward),
+        "inputs": copy + max(0.0, (2 * count - once) * copy - passes),
     }
 
 
@@ -107,43 +101,36 @@ def loss_seconds(
     return operations / ranks / speeds.products * (PER_OPERATION + PER_LOGIT / widths)
 
 
-def loss_transfers(
-    config: TrainConfig, width: int, machine: Machine, speeds: Speeds, loss: float
-) -> float:
+def loss_transfers(config: TrainConfig, width: int, machine: Machine, loss: float) -> float:
     """Seconds of the loss's transfers while nothing is computed, without latencies.
 
     Ranks form a grid as the library chooses it. A rank gathers the rows that it shares before it
     computes, and columns round by round, in both passes if there are several; the gradients of all
     of these are summed in float32. Transfers of a round are hidden by the computation of others.
-    A test compares this with times of a simulation of every transfer. Transfers of
-    losses of x against itself, or with hard negatives, are not counted: 0.
+    A test compares this with times of a simulation of every transfer.
     """
-    if machine.count == 1 or not counts_transfers(config):
+    speeds = machine.speeds
+    if speeds is None or machine.count == 1:
         return 0.0
-    rows = -(-config.global_batch_size // machine.count)
+    rows = -(-config.global_batch_size // machine.count) * (1 + (config.loss in ITSELF))
+    columns = rows * (1 + config.hard_negatives)
     features = 2 * (sum(config.matryoshka_dims) or width)
-    each, rest = divmod(machine.count, machine.hosts)
-    most = most_sharing(rows, features)
-    columns = max(1, 0 if rest else columns_for(machine.hosts, each, most))
-    sharing = machine.count // columns
-    at_once = round_rows(rows, sharing * features)
-    local = min(columns, each)  # ranks of a host that share rows; columns are shared by the others
+    each = machine.count // machine.hosts
+    sharing = sharing_ranks(config.loss, machine.count, machine.hosts, rows, features)
+    others = machine.count // sharing  # ranks whose columns are gathered
+    at_once = round_rows(columns, others * features)
+    local = min(sharing, each)  # ranks of a host that share rows; columns are shared by the others
 
-    def seconds(ranks: int, here: int, passes: int) -> float:
+    def seconds(rows: int, ranks: int, here: int, passes: int) -> float:
         received = (ranks - 1) * rows * (passes * features + 2 * features)
         outside = received * (ranks - here) / max(1, ranks - 1)
         within = received / speeds.nvlink if here > 1 else 0.0
         return max(within, outside / (here * speeds.network))
 
-    passes = 1 if at_once >= rows else 2
-    shared = seconds(columns, local, passes)
-    gathered = seconds(sharing, max(1, each // local), passes)
-    return shared + max(gathered * at_once / rows, gathered - loss)
-
-
-def counts_transfers(config: TrainConfig) -> bool:
-    """Whether the transfers of the configuration's loss are counted."""
-    return config.loss in TRANSFERRED and not config.hard_negatives
+    passes = 1 if at_once >= columns else 2
+    shared = seconds(rows, sharing, local, passes)
+    gathered = seconds(columns, others, max(1, each // local), passes)
+    return shared + max(gathered * at_once / columns, gathered - loss)
 
 
 def _averaging(machine: Machine, speeds: Speeds, nbytes: int) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -11,21 +10,45 @@ from rich.table import Table
 
 from megabatch.errors import plural
 from megabatch.hints import is_reference
-from megabatch.planning.plan import PHASES, Plan, fastest
-from megabatch.planning.speeds import DATASHEETS, MEASURED, datasheet
+from megabatch.planning.machine import DATASHEETS, MEASURED, datasheet
+from megabatch.planning.plan import PHASES, Plan
 
 
-def print_plan(
-    plan: Plan, console: Console, largest_batch: int | None = None, tried: Sequence[Plan] = ()
-) -> None:
+def print_plan(plan: Plan, console: Console, largest_batch: int | None = None) -> None:
     """Print a plan and whether it fits.
 
     Args:
         plan: a table has a row for each part and a column for each phase.
         console: where to print.
         largest_batch: the pairs of the largest batch that fits, if that is asked for.
-        tried: plans with other sizes of micro-batches.
     """
+    if not console.is_terminal:
+        console.width = max(console.width, 120)  # in a file, keep notes on their lines
+    console.print(_table(plan))
+    machine, config = plan.machine, plan.config
+    for part in plan.host:
+        free = "" if machine.host is None else f" of {_mega(machine.host)} free"
+        size = _mega(max(part.nbytes.values()))
+        console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
+    for note in plan.notes:
+        console.print(note)
+    if plan.step is not None:
+        parts = {name.replace("_", " "): value for name, value in plan.step.items() if value}
+        listed = ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items())
+        measured = datasheet(machine.name) is DATASHEETS[MEASURED]
+        seconds = sum(plan.step.values())
+        console.print(
+            f"a step takes about {seconds:.3g} s, {config.global_batch_size / seconds:,.0f} pairs/s"
+            f"{'' if measured else ', by its datasheet'} ({listed}); reading and decoding data are "
+            "not counted"
+        )
+    if largest_batch is not None:
+        console.print(f"the largest batch that fits has about {plural(largest_batch, 'pair')}")
+    unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
+    console.print(plan.problem or f"fits{unknown}")
+
+
+def _table(plan: Plan) -> Table:
     machine, config = plan.machine, plan.config
     rows = -(-config.global_batch_size // machine.count)
     device = (machine.name or "GPU") if machine.device == "cuda" else "process on the CPU"
@@ -44,60 +67,18 @@ def print_plan(
         table.add_row(part.name, *cells, part.note)
     table.add_section()
     table.add_row("all", *(_mega(plan.total(p)) for p in PHASES), f"of {_mega(machine.limit)} free")
-    if not console.is_terminal:
-        console.width = max(console.width, 120)  # in a file, keep notes on their lines
-    console.print(table)
-    for part in plan.host:
-        free = "" if machine.host is None else f" of {_mega(machine.host)} free"
-        size = _mega(max(part.nbytes.values()))
-        console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
-    for note in plan.notes:
-        console.print(note)
-    if plan.step is not None:
-        parts = ", ".join(
-            f"{name.replace('_', ' ')} {_seconds(value)}"
-            for name, value in plan.step.items()
-            if value
-        )
-        measured = datasheet(machine.name) is DATASHEETS[MEASURED]
-        known = "" if measured else ", by its datasheet"
-        seconds = sum(plan.step.values())
-        console.print(
-            f"a step takes about {seconds:.3g} s, {config.global_batch_size / seconds:,.0f} pairs/s"
-            f"{known} ({parts}); reading and decoding data are not counted"
-        )
-    if largest_batch is not None:
-        console.print(f"the largest batch that fits has about {plural(largest_batch, 'pair')}")
-    if tried:
-        _print_sizes(tried, console)
-    unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
-    console.print(plan.problem or f"fits{unknown}")
-
-
-def _print_sizes(plans: Sequence[Plan], console: Console) -> None:
-    """Print a row for each size of micro-batches and the one to take."""
-    table = Table(box=None, pad_edge=False, show_edge=False)
-    for head in ("pairs at a time", "encoded once", "MiB", "a step, s", "pairs/s"):
-        table.add_column(head, justify="right", no_wrap=True)
-    for plan in plans:
-        size, seconds = plan.config.global_batch_size, plan.seconds or 0.0
-        table.add_row(
-            f"{plan.config.micro_batch_size:,}",
-            f"{plan.kept} of {plan.micro_batches}" if plan.micro_batches > 1 else "all",
-            f"{plan.peak / 2**20:,.0f}",
-            f"{seconds:.3g}",
-            f"{size / seconds:,.0f}" if plan.fits else "does not fit",
-        )
-    console.print(table)
-    if (best := fastest(plans)) is not None:
-        console.print(f"the size to take: --micro-batch-size {best.config.micro_batch_size}")
+    return table
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """The plan for JSON, with all sizes in bytes."""
+    step, pairs = plan.step, plan.config.global_batch_size
+    timed = None
+    if (seconds := plan.seconds) is not None:
+        timed = {"seconds": seconds, "pairs_per_second": pairs / seconds, "parts": step}
     return {
         "model": plan.config.model,
-        "global_batch_size": plan.config.global_batch_size,
+        "global_batch_size": pairs,
         "micro_batch_size": plan.config.micro_batch_size,
         "machine": asdict(plan.machine),
         "parts": [asdict(part) for part in plan.parts],
@@ -107,14 +88,8 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "problem": plan.problem,
         "notes": list(plan.notes),
-        "loss_seconds": None if plan.step is None else plan.step["loss"],
         "kept_micro_batches": plan.kept,
-        "step": plan.seconds
-        and {
-            "seconds": plan.seconds,
-            "pairs_per_second": plan.config.global_batch_size / plan.seconds,
-            "parts": plan.step,
-        },
+        "step": timed,
     }
 
 

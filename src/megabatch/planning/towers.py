@@ -1,4 +1,4 @@
-"""Memory of one micro-batch in the towers, counted with fake tensors."""
+"""Memory and work of one micro-batch in the towers, counted with fake tensors."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megabatch import torch_internals
 from megabatch.models import Towers
 from megabatch.models.layers import Tower, locked_towers
 from megabatch.planning.counter import Work, counted, fake_copies
+from megabatch.planning.memory import AUTOCAST
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: What compiled blocks keep for the backward pass, as a share of what others keep. By torch's own
 #: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs.
 COMPILED_GRAPH = 0.92
@@ -48,15 +48,6 @@ class MicroBatch:
     backward: Work
     feature_dtype: torch.dtype
 
-    def plus(self, other: MicroBatch, share: float = 1) -> MicroBatch:
-        """The sums with a share of another one's numbers."""
-        made: dict[str, Any] = {}
-        for name in ("forward", "kept", "peak", "further"):
-            made[name] = int(getattr(self, name) + share * getattr(other, name))
-        for name in ("encode", "record", "backward"):
-            made[name] = getattr(self, name).plus(getattr(other, name), share)
-        return replace(self, **made)
-
     def compiled(self) -> MicroBatch:
         """With blocks that torch.compile makes; see `COMPILED_GRAPH`."""
         saved = int((1 - COMPILED_GRAPH) * self.further)
@@ -66,60 +57,43 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Sample:
-    """Shapes and dtypes of a pair's first input (image) and its text.
+    """A pair's inputs: its first one (image) and its text, by tower, without values that count.
 
     texts: the number of texts of a pair, its own and its hard negatives.
     """
 
-    first: tuple[tuple[int, ...], torch.dtype]
-    text: tuple[tuple[int, ...], torch.dtype]
+    inputs: Mapping[Tower, Tensor]
     texts: int = 1
 
     @property
     def nbytes(self) -> int:
         """Bytes of a pair."""
-        return self.first_bytes + self.text_bytes
+        return self.bytes_of("image") + self.bytes_of("text")
 
-    @property
-    def first_bytes(self) -> int:
-        """Bytes of a first input (image)."""
-        return _size(*self.first)
+    def bytes_of(self, tower: Tower) -> int:
+        """Bytes of a pair's inputs of a tower."""
+        return self.inputs[tower].nbytes * (self.texts if tower == "text" else 1)
 
-    @property
-    def text_bytes(self) -> int:
-        """Bytes of a pair's texts."""
-        return _size(*self.text) * self.texts
-
-    def context(self, tower: Tower) -> int:
-        """Tokens of a tower's text."""
-        return (self.first if tower == "image" else self.text)[0][0]
-
-    def with_widths(self, widths: Mapping[Tower, int]) -> Sample:
+    def cut(self, widths: Mapping[Tower, int]) -> Sample:
         """The sample with texts of so many tokens for these towers."""
-
-        def cut(tower: Tower, one: tuple[tuple[int, ...], torch.dtype]) -> Any:
-            (context, *more), dtype = one
-            return (widths.get(tower, context), *more), dtype
-
-        return replace(self, first=cut("image", self.first), text=cut("text", self.text))
+        cut = {tower: tensor[: widths.get(tower)] for tower, tensor in self.inputs.items()}
+        return replace(self, inputs=cut)
 
     def empty(self, pairs: int, place: torch.device) -> list[Tensor]:
         """Inputs of each tower for so many pairs, uninitialised."""
-        rows = zip((pairs, pairs * self.texts), (self.first, self.text), strict=True)
-        return [torch.empty((n, *shape), dtype=dtype, device=place) for n, (shape, dtype) in rows]
+        rows = {"image": pairs, "text": pairs * self.texts}
+        return [
+            torch.empty((rows[tower], *one.shape), dtype=one.dtype, device=place)
+            for tower, one in self.inputs.items()
+        ]
 
 
-def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return torch.Size(shape).numel() * dtype.itemsize
-
-
-def sample_of(towers: Towers) -> Sample:
+def sample_of(towers: Towers, texts: int = 1) -> Sample:
     """A pair as the towers' transform and tokenizer return it."""
     picture: Any = "a" if towers.first == "text" else Image.new("RGB", (64, 64))
     with torch.random.fork_rng(devices=[]):  # keep the run's random state
         image = towers.train_transform(picture)
-    text = towers.tokenizer(["a"])[0]
-    return Sample((tuple(image.shape), image.dtype), (tuple(text.shape), text.dtype))
+    return Sample({"image": image, "text": towers.tokenizer(["a"])[0]}, texts)
 
 
 def measure(
@@ -127,17 +101,13 @@ def measure(
 ) -> MicroBatch:
     """Count the memory and work of `size` pairs; nothing is computed, and no device is needed.
 
-    Without a CUDA device torch cannot run a backward pass on fake CUDA tensors, nor with one if
-    activations are checkpointed. Then the graph is counted for CUDA, and the backward pass is
-    assumed to add what it adds on the CPU. torch 2.9 has no graph for an absent device; with it all
-    is counted on the CPU.
+    torch runs no backward pass on fake CUDA tensors without a GPU, and on any machine none with
+    checkpoints. So the graph is counted for CUDA, and the backward pass is assumed to add what it
+    adds on the CPU. torch 2.9 has no graph for an absent device; with it all is counted on the CPU.
     """
-    if device == "cuda" and torch.cuda.is_available():
-        # Checkpointing computes again outside, where the weights are the module's own.
-        with contextlib.suppress(RuntimeError):
-            return _measure(module, sample, size, device, precision)
     host = _measure(module, sample, size, "cpu", precision)
-    if device == "cpu" or torch.__version__ < "2.10":  # as versions; it would end the process
+    absent = not torch.cuda.is_available() and torch.__version__ < "2.10"  # it ends the process
+    if device == "cpu" or absent:
         return host
     try:
         with mock.patch.object(F, "scaled_dot_product_attention", _fused_attention):
@@ -164,7 +134,7 @@ def _measure(
                 weight.grad = torch.zeros_like(weight)
 
         def encode(inputs: list[Tensor], leave_out: Collection[str] = ()) -> list[Tensor]:
-            towers = zip(("image", "text"), inputs, strict=True)
+            towers = zip(sample.inputs, inputs, strict=True)
             parts = (None if tower in leave_out else tensor for tower, tensor in towers)
             outputs = functional_call(module, weights, tuple(parts))
             return [value for value in outputs.values() if value is not None]

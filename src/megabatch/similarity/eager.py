@@ -42,14 +42,11 @@ def logits(x: Tensor, y: Tensor, scale: Tensor | None = None, out: Tensor | None
 # --- blocks ---------------------------------------------------------------------------------------
 
 
-def block_shape(
-    like: Tensor, limit: int | None = None, on_cpu: bool | None = None
-) -> tuple[int, int]:
+def block_shape(like: Tensor, limit: int | None = None) -> tuple[int, int]:
     """Rows and columns of a block for features like `like` (m, d) in a workspace of `limit`."""
-    on_cpu = like.device.type == "cpu" if on_cpu is None else on_cpu
     # The CPU is fastest if a block stays in its last-level cache: 512 × 1,024 float32 does
     # (measured: 1,024 × 2,048 is 8% slower on a busy machine). A GPU wants large products.
-    rows, cols = (512, 1024) if on_cpu else (8192, 8192)
+    rows, cols = (512, 1024) if like.device.type == "cpu" else (8192, 8192)
     limit = settings.workspace(like) if limit is None else limit
     while block_bytes(rows, cols, like) > limit and (rows > 16 or cols > 16):
         rows, cols = max(16, rows // 2), max(16, cols // 2)

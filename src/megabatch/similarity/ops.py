@@ -16,9 +16,6 @@ Results = TypeVar("Results", bound=tuple[Any, ...])
 
 _PLAIN = (Tensor, nn.Parameter)
 
-#: Every operator, by the overload that the dispatcher calls.
-_known: dict[Any, Operator] = {}
-
 
 class Operator:
     """`torch.ops.megabatch.<name>`, called directly if nothing traces the call.
@@ -48,7 +45,6 @@ class Operator:
         )
         self.custom.register_vmap(self._vmap)
         self.traced = getattr(torch.ops.megabatch, name).default
-        _known[self.traced] = self
         self.register_autograd(self._refuse, lambda ctx, inputs, output: None)
         self._differentiable = False
 
@@ -143,11 +139,6 @@ class Operator:
             "torch.func.grad, vjp, jacrev), got forward mode (torch.func.jvp, jacfwd, hessian, "
             "dual numbers)"
         )
-
-
-def find(overload: Any) -> Operator | None:
-    """The operator of an overload that the dispatcher calls; None: it is not one of megabatch."""
-    return _known.get(overload)
 
 
 def operator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megabatch.config.command_line import parse
+from megabatch.config.file import parse
 from megabatch.config.problems import problems
 from megabatch.errors import UsageError, all_of, checks_alone
 from megabatch.training.run_folder import folder_problems

@@ -19,7 +19,7 @@ from megabatch.imports import named_extras
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
 
-# Evaluation needs matplotlib and scikit-learn, so it is imported only if requested.
+# Evaluation needs matplotlib and jinja2, so it is imported only if requested.
 
 
 def check(config: TrainConfig, first: str) -> None:
@@ -32,8 +32,7 @@ def check(config: TrainConfig, first: str) -> None:
     with naming("--val-data"):
         with named_extras():
             importlib.import_module("megabatch.evaluation.run")
-            if config.val_data == "glyphs":  # and digits too
-                importlib.import_module("sklearn.datasets")
+            if config.val_data == "glyphs":
                 return
         from megabatch.evaluation.captions import open_val_data, reading_of
 

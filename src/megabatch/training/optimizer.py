@@ -9,20 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.config.settings import TrainConfig
-from megabatch.models.layers import layer_ids
 
 #: Steps of the warm-up of a run that is long enough and sets none.
 DEFAULT_WARMUP = 20
 
-# A group's own settings; its other entries that are no defaults of the optimizer are state.
-_SETTINGS = ("params", "lr_scale")
 _GROUP = "param_groups."
 
 
 def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer that `config.opt` names, over the trainable parameters.
-
-    Each group has "lr_scale", a factor of the learning rate (see `set_learning_rate`).
 
     "adamw" (Loshchilov and Hutter 2019, arXiv 1711.05101) is torch's, fused; "sgd" is torch's, with
     Nesterov momentum. The others are timm's, which update several
@@ -53,28 +48,18 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set each group's learning rate: `lr` times the group's own factor."""
+    """Set the learning rate of each group."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group["lr_scale"]
+        group["lr"] = lr
 
 
 def parameter_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """The trainable parameters, grouped by weight decay and, with `config.layer_decay`, by layer.
-
-    Within each tower, a layer's learning rate is `layer_decay` times that of the layer above it
-    (Howard and Ruder 2018, arXiv 1801.06146; likewise in timm and OpenCLIP's fine-tuning). Scale
-    and bias have the full rate.
-    """
-    ids = {} if config.layer_decay is None else layer_ids(module)
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for decay, named in zip((0.0, config.wd), decay_groups(module), strict=True):
-        for name, parameter in named.items():
-            layer, last = ids.get(name, (0, 0))
-            scale = 1.0 if layer == last else (config.layer_decay or 1.0) ** (last - layer)
-            groups.setdefault((decay, scale), []).append(parameter)
+    """The trainable parameters, grouped by weight decay."""
+    gains, matrices = decay_groups(module)
     return [
-        {"params": parameters, "weight_decay": decay, "lr_scale": scale}
-        for (decay, scale), parameters in groups.items()
+        {"params": [*named.values()], "weight_decay": decay}
+        for named, decay in ((gains, 0.0), (matrices, config.wd))
+        if named
     ]
 
 
@@ -105,7 +90,7 @@ def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[s
         for kind, value in optimizer.state.get(parameter, {}).items()
     }
     for i, group in enumerate(optimizer.param_groups):
-        counted = group.keys() - optimizer.defaults.keys() - set(_SETTINGS)
+        counted = group.keys() - optimizer.defaults.keys() - {"params"}  # no setting, but state
         entries |= {f"{_GROUP}{i}/{kind}": group[kind] for kind in sorted(counted)}
     return dict(_as_tensor(key, value) for key, value in entries.items() if value is not None)
 

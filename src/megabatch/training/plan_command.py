@@ -7,34 +7,30 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
-from megabatch.config.command_line import Start, configure, parser
+from megabatch.config.file import Start, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
-from megabatch.hints import Interval, is_reference, parse_bytes
-from megabatch.planning.speeds import DATASHEETS
+from megabatch.hints import Interval, parse_bytes
+from megabatch.planning.machine import DATASHEETS, NIC_SHARE, Machine, other_machine, this_machine
 
 if TYPE_CHECKING:
     from megabatch.models import Towers
     from megabatch.planning.micro_batches import TextLengths
-    from megabatch.planning.plan import Planner
 
 _DESCRIPTION = """Estimate the memory and the time of a step on each GPU, and whether it fits.
 
 Takes the options of `megabatch train` (packaged configurations: {names}). If training data are
 named, it reads some texts for their lengths, and with --decode late the sizes of some images. Times
-are known for H200s, as measured, and for H100, A100, A800 and L40S in proportion to datasheets. The
-exit code is 0 if the run fits and 1 if it does not."""
-
+are known for H200s, as measured, and for H100, A100, A800 and L40S in proportion to datasheets.
+With --micro-batch-size auto it compares sizes by these times. The exit code is 0 if the run fits
+and 1 if it does not."""
 
 #: Options that `--help` lists.
 _COMMON = (
-    *("gpus", "gpu_memory", "gpu_name", "search", "config", "model", "train_data", "loss"),
+    *("gpus", "gpu_memory", "gpu_name", "config", "model", "train_data", "loss"),
     *("global_batch_size", "micro_batch_size", "precision", "grad_checkpointing"),
 )
-
-#: Share of a network card's nominal rate that transfers reach; assumed, not measured here.
-NIC_SHARE = 0.88
 
 
 @dataclass(frozen=True)
@@ -56,10 +52,6 @@ class PlanOptions:
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
     """Tokens of a micro-batch's longest text, where texts are trimmed (--trim-texts). Default: as
     the texts of --train-data in order of length, or all that the model takes."""
-    search: bool = False
-    """Compare sizes of micro-batches by the time of a step, for a known kind of GPU."""
-    probe: bool = False
-    """Measure the GPU of this machine for some seconds, with a micro-batch of the model."""
     json: bool = False
     """Print JSON, sizes in bytes."""
 
@@ -75,40 +67,47 @@ def main(argv: list[str]) -> int:
         raise UsageError(all_of(reasons))
     memory = _memory(options)
     # --help and errors import as little as possible
-    from megabatch.planning.machine import other_machine, this_machine
     from megabatch.planning.plan import Planner
     from megabatch.planning.show import print_plan, to_json
     from megabatch.terminal import plain_console
     from megabatch.training.setup import build_towers
 
-    towers, gpus = build_towers(config), options.gpus
-    if memory is None:
-        machine = this_machine(resolve_device(config.device), gpus)
-    else:
-        machine = other_machine(gpus, memory, options.gpu_name, options.gpus_per_node)
-    files, lengths = _data(config, towers, options)
-    planner = Planner(config, towers, machine, files, lengths)
-    if options.probe:
-        planner = _probed(planner)
-    if planner.speeds is not None:
-        network = NIC_SHARE * 1e9 / 8 * options.nic_gbps
-        planner = replace(planner, speeds=replace(planner.speeds, network=network))
-    plan = planner.planned()
-    planner = replace(planner, config=plan.config)
-    most = planner.largest_batch() if plan.fits and machine.device == "cuda" else None
-    tried = planner.search() if options.search else []
-    if options.search and plan.step is None:
-        why = f"with --loss {config.loss}" if is_reference(config.loss) else "with --precision fp32"
-        if planner.speeds is None:
-            of = machine.name or ("this GPU" if machine.device == "cuda" else "the CPU")
-            why = f"on {of}"
-        raise UsageError(f"--search: the time of a step is not known {why}")
+    towers, machine = build_towers(config), _machine(config, options, memory)
+    planner = Planner(config, towers, machine, *_data(config, towers, options))
+    plan, most = planner.planned(), None
+    if plan.fits and machine.device == "cuda":
+        most = replace(planner, config=plan.config).largest_batch()
     if options.json:
-        found = {"largest_batch_size": most, "search": [to_json(one) for one in tried]}
-        print(json.dumps({**to_json(plan), **found}, indent=1))
+        print(json.dumps({**to_json(plan), "largest_batch_size": most}, indent=1))
     else:
-        print_plan(plan, plain_console(), most, tried)
+        print_plan(plan, plain_console(), most)
     return 0 if plan.fits else 1
+
+
+def _memory(options: PlanOptions) -> int | None:
+    """Bytes of each GPU of another machine; None: the plan is for this one."""
+    if options.gpu_memory is not None:
+        try:
+            return parse_bytes(options.gpu_memory)
+        except ValueError as error:
+            raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
+    if options.gpu_name and options.gpu_name not in DATASHEETS:  # "A100-SXM4-40GB" is another one
+        raise UsageError(
+            f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
+            f"--gpu-memory too{did_you_mean(options.gpu_name, DATASHEETS)}"
+        )
+    return DATASHEETS[options.gpu_name].capacity if options.gpu_name else None
+
+
+def _machine(config: TrainConfig, options: PlanOptions, memory: int | None) -> Machine:
+    if memory is None:
+        machine = this_machine(resolve_device(config.device), options.gpus)
+    else:
+        machine = other_machine(options.gpus, memory, options.gpu_name, options.gpus_per_node)
+    if machine.speeds is None:
+        return machine
+    network = NIC_SHARE * 1e9 / 8 * options.nic_gbps
+    return replace(machine, speeds=replace(machine.speeds, network=network))
 
 
 def _data(
@@ -130,35 +129,3 @@ def _data(
         print(f"the lengths of texts are not known: {error}", file=sys.stderr)
         return None, None
     return files, given or lengths
-
-
-def _memory(options: PlanOptions) -> int | None:
-    """Bytes of each GPU of another machine; None: the plan is for this one."""
-    if options.gpu_memory is not None:
-        try:
-            return parse_bytes(options.gpu_memory)
-        except ValueError as error:
-            raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
-    if options.gpu_name and options.gpu_name not in DATASHEETS:  # "A100-SXM4-40GB" is another one
-        raise UsageError(
-            f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "
-            f"--gpu-memory too{did_you_mean(options.gpu_name, DATASHEETS)}"
-        )
-    return DATASHEETS[options.gpu_name].capacity if options.gpu_name else None
-
-
-def _probed(planner: Planner) -> Planner:
-    """The planner with the measured speeds of this machine's GPU."""
-    import torch
-
-    from megabatch.planning.probe import probe
-
-    if planner.machine.device != "cuda" or not torch.cuda.is_available():
-        raise UsageError("--probe: there is no GPU in this machine to measure")
-    speeds = probe(planner, torch.device("cuda"))
-    print(
-        f"measured: products {speeds.products / 1e12:,.0f} TFLOP/s, of which the encoders' reach "
-        f"{speeds.encoders:.0%}; memory {speeds.memory / 1e12:.2f} TB/s",
-        file=sys.stderr,
-    )
-    return replace(planner, speeds=speeds)

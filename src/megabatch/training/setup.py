@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from megabatch.config.command_line import FINE_TUNING
-from megabatch.config.file import to_dict
+from megabatch.config.file import FINE_TUNING, to_dict
 from megabatch.config.objective import create_objective
 from megabatch.config.problems import problems, schedule_problems
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
@@ -24,8 +22,7 @@ from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import layer_ids, lock, set_modes
-from megabatch.models.pooling import saved_pooling
+from megabatch.models.layers import lock, set_modes
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
@@ -141,17 +138,10 @@ def _check_ranks(setup: Setup) -> None:
 
 
 def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
-    """Lines on what a user may not expect of a model: its padding, its pooling, its weights."""
+    """Lines on what a user may not expect of a model: its padding, its weights."""
     notes = weight_notes(config)
     if config.trim_texts and not towers.lengths:
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
-    prefix, _, folder = config.model.partition(":")
-    own = saved_pooling(Path(folder)) if prefix == "hf" and towers.first == "text" else ""
-    if own not in ("", config.hf_pooling):
-        notes.append(
-            f"--hf-pooling {config.hf_pooling} is used, although sentence-transformers' files in "
-            f"{folder} name {own}"
-        )
     # OpenCLIP's trainer starts such a tower with the weights that its name stands for.
     text: Any = getattr(towers.module, "text", None)
     loaded = config.pretrained or config.pretrained_text_path or ":" in config.model
@@ -273,8 +263,6 @@ def build_towers(config: TrainConfig) -> Towers:
     if config.lock_text:
         lock(module, "text", unlocked=config.lock_text_unlocked_layers)
     _freeze_unused(config, module)
-    if config.layer_decay is not None and not layer_ids(module):
-        raise UsageError(f"--layer-decay: {config.model} has no numbered layers")
     if max(config.matryoshka_dims, default=0) > towers.embed_dim:
         raise UsageError(
             f"--matryoshka-dims {max(config.matryoshka_dims)}: the features of {config.model} "

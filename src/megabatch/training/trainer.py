@@ -18,7 +18,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
-from megabatch.models.blocks import CompiledBlocks, checkpoint_activations
+from megabatch.models.blocks import checkpoint_activations, compile_blocks
 from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths
 from megabatch.torch_internals import is_compile_error
@@ -89,7 +89,7 @@ class Trainer:
             checkpoint_activations(self.module)
         trimmed = (lengths or {}) if config.trim_texts else {}
         if config.torchcompile:
-            CompiledBlocks(self.module, trimmed, tell)
+            compile_blocks(self.module, trimmed)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
         self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
@@ -227,10 +227,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Say what helps if memory runs out or a backward pass cannot be compiled.
-
-        Forward passes that cannot run uncompiled.
-        """
+        """Say what helps if memory runs out or compilation fails."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -239,8 +236,8 @@ class Trainer:
             if not is_compile_error(error):
                 raise
             raise TrainingStopped(
-                f"rank {self.world.rank}: torch.compile fails for a backward pass "
-                f"(--no-torchcompile trains without it): {one_line(error, 200)}"
+                f"rank {self.world.rank}: torch.compile fails (--no-torchcompile trains without "
+                f"it): {one_line(error, 200)}"
             ) from error
 
     def _gradients(self, batch: Batch) -> tuple[float, float]:

@@ -125,13 +125,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
     if size == 1:
         yield World(resolve_device(config.device))
         return
-    name = config.device
-    if name in ("auto", "cuda") and torch.cuda.is_available():
-        # The launcher may make one device visible to each process.
-        name = f"cuda:{local_rank if torch.cuda.device_count() > 1 else 0}"
-    elif name.startswith("cuda:"):
-        raise UsageError(f"--device {name}: of several processes each takes its own: cuda or auto")
-    device = resolve_device(name)
+    device = resolve_device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = World(device, rank, size)

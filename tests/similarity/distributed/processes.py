@@ -27,7 +27,6 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from megabatch.training.world import leave
+from tests.server import ENVIRONMENT, forked
 
 Check = Callable[["World"], None]
 
@@ -49,12 +49,6 @@ START = 150.0
 SPARE = 30.0
 #: Seconds that other ranks have to report after a check has failed on one.
 GRACE = 10.0
-
-#: Environment variables that processes start with, unaffected by changes of a test.
-ENVIRONMENT = dict(os.environ)
-
-#: Modules that the server imports before it forks processes.
-PRELOADED = ["tests.similarity.distributed.preloaded"]
 
 
 @dataclass(frozen=True)
@@ -253,26 +247,6 @@ def start(
     for process in processes:
         process.store = store
     return processes
-
-
-def forked(target: Callable[..., None], *arguments: Any) -> Any:
-    """Fork a process from a server that has imported torch but started none of its threads.
-
-    Kernels run in Triton's interpreter, also on a machine with GPUs.
-    """
-    context: Any = start_server()
-    process = context.Process(target=target, args=arguments)
-    process.start()
-    return process
-
-
-def start_server() -> Any:
-    """Start that server unless it runs; return the context whose processes it forks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    with mock.patch.dict(os.environ, ENVIRONMENT | {"TRITON_INTERPRET": "1"}, clear=True):
-        forkserver.ensure_running()
-    return context
 
 
 def new_store() -> dist.TCPStore:

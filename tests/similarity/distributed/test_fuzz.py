@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import torch
+
 from tests.similarity.distributed.processes import World, on_devices
 
 SCRIPTS = Path(__file__).parents[3] / "benchmarks"
@@ -18,6 +20,7 @@ SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 
 @on_devices(2, 3, 4, 6)
 def test_random_cases(world: World) -> None:
+    torch.set_default_device(None)  # `attempt` takes the device
     with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
         from fuzzing.cases import draw
         from fuzzing.groups import FINE, attempt

@@ -32,8 +32,6 @@ def main(argv: list[str]) -> int:
     output = config.output or config.runs[0] / "report.html"
     if config.output is None and len(config.runs) > 1:
         raise UsageError("--output: needed to compare several runs, such as comparison.html")
-    if output.is_dir():
-        raise UsageError(f"--output {output}: is a folder; expected a file")
     for run in config.runs:
         if not run.is_dir():
             raise UsageError(f"{run} is not a folder")

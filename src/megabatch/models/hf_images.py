@@ -1,0 +1,141 @@
+"""Hugging Face models of images and texts, such as CLIP and SigLIP, from a folder."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from megabatch.errors import UsageError
+from megabatch.models.huggingface import READING, read_model, read_tokenizer, reading
+from megabatch.models.images import Transform, multiply_patches, with_bytes
+from megabatch.models.names import has_weights
+from megabatch.models.padding import Lengths, up_to_first, up_to_largest
+from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.models.weights import load_model
+
+#: Model types whose features are the towers' pooled outputs, with a projection if there is one.
+KINDS = ("clip", "metaclip_2", "siglip")
+
+#: Files of a folder's image processor: of older releases of transformers, and of newer ones.
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+
+#: PIL's filters by number, those that open_clip's transforms support.
+_FILTERS = {2: "bilinear", 3: "bicubic"}
+#: Smooth, and on its edges a processor with other crops or sizes gives other values.
+_SAMPLE = Image.linear_gradient("L").resize((300, 200)).convert("RGB")
+_TOLERANCE = 0.1  # of two libraries' filters, in standard deviations
+
+
+def create(
+    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
+) -> Towers:
+    """Build a two-tower model; see `registry.create`, which reads the config.
+
+    Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
+    filter and shape (centre crop, or squashed) of the folder's own image processor.
+    """
+    options.refuse(name, "hf_pooling", "hf_share", "force_patch_dropout", "force_image_size")
+    text, kind = config.text_config, config.model_type
+    if kind not in KINDS:
+        raise UsageError(
+            f"--model: {folder} is of type {kind!r}, expected one of {', '.join(KINDS)}, or a text "
+            "encoder"
+        )
+    tokenizer = read_tokenizer(folder, text, options.force_context_length, masked=False)
+    model = read_model(folder, config)
+    visual = ImageTower(model)
+    module = TwoTowers(visual, TextTower(model), options)
+    _take_scale(module, model, None if has_weights(folder) else options)
+    if weights is not None:
+        load_model(module, weights, name)
+    multiply_patches(visual)
+    transforms = _transforms(folder, int(config.vision_config.image_size))
+    width = getattr(visual.visual_projection, "out_features", config.vision_config.hidden_size)
+    return Towers(
+        name,
+        module.train(),
+        *with_bytes(visual, *transforms),
+        tokenizer,
+        int(width),
+        lengths={} if kind == "siglip" else {"text": _lengths(kind, text.eos_token_id)},
+    )
+
+
+class ImageTower(nn.Module):
+    """The parts of a model that compute an image's feature, under their names in that model."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.vision_model = model.vision_model
+        self.visual_projection = getattr(model, "visual_projection", None)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """Features (n, d), not normalised, of images (n, 3, size, size)."""
+        pooled: Tensor = self.vision_model(pixel_values=image).pooler_output
+        return pooled if self.visual_projection is None else self.visual_projection(pooled)
+
+
+class TextTower(nn.Module):
+    """The parts of a model that compute a text's feature, under their names in that model.
+
+    Padding is not masked: CLIP reads a text up to its end, and SigLIP is trained with padding.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.text_model = model.text_model
+        self.text_projection = getattr(model, "text_projection", None)
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Features (n, d), not normalised, of tokens, int64 (n, context_length)."""
+        pooled: Tensor = self.text_model(input_ids=text).pooler_output
+        return pooled if self.text_projection is None else self.text_projection(pooled)
+
+
+def _take_scale(module: TwoTowers, model: Any, options: ModelOptions | None) -> None:
+    """Use a model's own scale and bias, with the options' initial values if there are options."""
+    for name in ("logit_scale", "logit_bias"):
+        own, start = getattr(model, name, None), getattr(options, f"init_{name}", None)
+        if own is not None and start is not None:
+            nn.init.constant_(own, start)
+        if own is not None:
+            setattr(module, name, own)
+
+
+def _lengths(kind: str, end: int) -> Lengths:
+    if kind == "clip" and end == 2:  # of old folders, and not the end
+        return up_to_largest
+    return functools.partial(up_to_first, token=end)
+
+
+def _transforms(folder: Path, size: int) -> list[Transform]:
+    """open_clip's transforms for training and evaluation, with the folder's own settings.
+
+    Raises:
+        UsageError: the folder's image processor does anything that these do not: they resize to
+            the model's size, and crop to the same one.
+    """
+    from open_clip.transform import PreprocessCfg, image_transform_v2
+    from transformers import AutoImageProcessor
+
+    with reading(folder):
+        own = AutoImageProcessor.from_pretrained(folder, **READING)
+        shape: Any = "shortest" if getattr(own, "do_center_crop", False) else "squash"
+        pixels = (*own.image_mean,), (*own.image_std,)
+        resize = _FILTERS.get(own.resample, "bicubic")
+        config = PreprocessCfg(size, "RGB", *pixels, resize, shape)
+        expected = torch.as_tensor(own(_SAMPLE, return_tensors="pt")["pixel_values"][0])
+    train, evaluation = (image_transform_v2(config, is_train=one) for one in (True, False))
+    found = evaluation(_SAMPLE)
+    same = found.shape == expected.shape and (found - expected).abs().max() < _TOLERANCE
+    if not same or own.resample not in _FILTERS:
+        raise UsageError(
+            f"--model: the image processor of {folder} does not only resize to {size} x {size} "
+            "pixels, by a bilinear or bicubic filter, rescale and normalise"
+        )
+    return [train, evaluation]

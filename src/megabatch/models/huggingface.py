@@ -1,0 +1,245 @@
+"""Folders that transformers' `save_pretrained` wrote, and pairs of their text encoders."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megabatch.errors import UsageError, one_line, plural
+from megabatch.imports import named_extras
+from megabatch.models.names import has_weights
+from megabatch.models.padding import Pooling, is_masked_kind, pool, without_padding
+from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.models.weights import load_model
+
+#: Default for tokens per text: a larger one costs time for every short text.
+CONTEXT_LENGTH = 128
+
+#: Nothing is downloaded, and no code of the folder is run; by default transformers would ask.
+READING: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+
+#: The names of poolings in sentence-transformers' files, of older releases and of newer ones.
+_SAVED: dict[str, Pooling] = {
+    **{"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"},
+    **{"pooling_mode_lasttoken": "last", "mean": "mean", "cls": "cls", "lasttoken": "last"},
+}
+_WITHOUT_EFFECT = {"Transformer", "Pooling", "Normalize"}  # on pooled features
+
+
+def read_config(folder: Path) -> Any:
+    """Read a folder's configuration with transformers.
+
+    Raises:
+        UsageError: transformers is not installed, or cannot read it.
+    """
+    with named_extras():
+        import tokenizers  # noqa: F401  (without it transformers' message is misleading)
+        import transformers
+    with reading(folder):
+        return transformers.AutoConfig.from_pretrained(folder, **READING)
+
+
+def read_model(folder: Path, config: Any, unused: str = "") -> Any:
+    """Load a folder's model in float32; with random weights if the folder has none.
+
+    unused: part of the names of weights that may be missing.
+
+    Raises:
+        UsageError: transformers cannot read it, or some of its weights are missing.
+    """
+    import transformers
+
+    with reading(folder):
+        if not has_weights(folder):
+            return transformers.AutoModel.from_config(config, trust_remote_code=False).float()
+        # Else transformers makes one with random weights, and reports that they were missing.
+        model, found = transformers.AutoModel.from_pretrained(
+            folder, output_loading_info=True, **READING
+        )
+    missing = sorted(n for n in found["missing_keys"] if not unused or unused not in n)
+    if missing:  # transformers would use random ones
+        raise UsageError(
+            f"--model: {folder} lacks {plural(len(missing), 'tensor')} of its model, such as "
+            f"{missing[0]}"
+        )
+    return model.float()
+
+
+@contextlib.contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Silence transformers' reports, and name the folder in its errors."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except Exception as error:  # whatever the architecture's own code raises
+        raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
+    finally:
+        logging.set_verbosity(before)
+
+
+@dataclass(frozen=True)
+class FolderTokenizer:
+    """A Hugging Face tokenizer that each process loads for itself, so it is cheap to pickle.
+
+    folder: of its files; pad: its padding token; context_length: tokens per text.
+    """
+
+    folder: Path
+    pad: int
+    context_length: int
+
+    def __call__(self, texts: str | list[str]) -> Tensor:
+        """Tokenise texts to int64 (n, context_length), truncated or padded to that length."""
+        batch = [texts] if isinstance(texts, str) else list(texts)
+        if not batch:
+            return torch.zeros(0, self.context_length, dtype=torch.int64)
+        encoded = _load_tokenizer(self.folder)(
+            batch, padding="max_length", truncation=True, max_length=self.context_length
+        )
+        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+
+@functools.lru_cache(maxsize=4)
+def _load_tokenizer(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, **READING)
+
+
+def read_tokenizer(
+    folder: Path, config: Any, context_length: int | None, *, masked: bool = True
+) -> FolderTokenizer:
+    """Load a folder's tokenizer, for a text encoder with this configuration.
+
+    masked: whether padding is masked, by token.
+
+    Raises:
+        UsageError: there is none, it does not match the encoder, or the context is too long.
+    """
+    label = f"--model: the tokenizer of {folder}"
+    # Without any of these transformers invents a tokenizer of a few special tokens.
+    file_patterns = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
+    if not any(path for pattern in file_patterns for path in folder.glob(pattern)):
+        raise UsageError(f"{label} is missing: none of {', '.join(file_patterns)}")
+    with reading(folder):
+        tokenizer = _load_tokenizer(folder)
+    if tokenizer.pad_token_id is None:
+        raise UsageError(f"{label} has no padding token")
+    if len(tokenizer) > config.vocab_size:
+        raise UsageError(
+            f"{label} has {len(tokenizer)} tokens, but the encoder knows only {config.vocab_size}"
+        )
+    if masked and tokenizer.pad_token_id in tokenizer("a")["input_ids"]:  # as of some decoders
+        raise UsageError(
+            f"{label} puts its padding token, {tokenizer.pad_token}, into each text, where it "
+            "would be masked too; expected another pad_token in its tokenizer_config.json"
+        )
+    longest = getattr(config, "max_position_embeddings", None) or math.inf
+    if context_length is not None and context_length > longest:
+        raise UsageError(
+            f"--force-context-length {context_length}: {folder} has positions for {longest}"
+        )
+    length = context_length or int(min(CONTEXT_LENGTH, longest, tokenizer.model_max_length))
+    return FolderTokenizer(folder, int(tokenizer.pad_token_id), length)
+
+
+def create_pair(
+    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
+) -> Towers:
+    """Build a pair of text encoders; see `registry.create`, which reads the config."""
+    options.refuse(name, "force_patch_dropout", "force_image_size")
+    if not hasattr(config, "hidden_size"):
+        raise UsageError(f"--model: {folder} is not a text encoder: its config has no hidden_size")
+    encoder = read_model(folder, config, unused="pooler.")
+    if getattr(encoder, "pooler", None) is not None:
+        encoder.pooler = None  # BERT's, for another task: no feature uses it
+    tokenizer = read_tokenizer(folder, config, options.force_context_length)
+    first = TextEncoder(encoder, tokenizer.pad, options.hf_pooling or saved_pooling(folder))
+    second = None if options.hf_share else copy.deepcopy(first)
+    module = TwoTowers(first, second, options, scale=20)  # common for sentence encoders
+    if weights is not None:
+        load_model(module, weights, name)
+    transform = FirstText(tokenizer)
+    lengths = functools.partial(without_padding, pad=tokenizer.pad)
+    return Towers(
+        name,
+        module.train(),
+        transform,
+        transform,
+        tokenizer,
+        int(config.hidden_size),
+        first="text",
+        lengths={"image": lengths, "text": lengths} if is_masked_kind(config) else {},
+    )
+
+
+class TextEncoder(nn.Module):
+    """A transformer whose last hidden states are pooled to one feature per text.
+
+    pad: the padding token, which is masked in attention and in pooling.
+    """
+
+    def __init__(self, encoder: Any, pad: int, pooling: Pooling) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.pad = pad
+        self.pooling = pooling
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Features (n, hidden size), not normalised, of tokens, int64 (n, context_length)."""
+        mask = text != self.pad
+        states: Tensor = self.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state
+        return pool(states, mask, self.pooling)
+
+
+@dataclass(frozen=True)
+class FirstText:
+    """The transform of first texts, instead of an image's: a text to its tokens."""
+
+    tokenizer: FolderTokenizer
+
+    def __call__(self, text: str) -> Tensor:
+        """Tokens, int64 (context_length,)."""
+        return self.tokenizer(text)[0]
+
+    def texts(self, texts: list[str]) -> Tensor:
+        """Tokens of many texts, int64 (n, context_length)."""
+        return self.tokenizer(texts)
+
+
+def saved_pooling(folder: Path) -> Pooling:
+    """The pooling in a folder that sentence-transformers saved; "mean" in another one.
+
+    Raises:
+        UsageError: it is none of ours, or further modules change pooled features.
+    """
+    if not (folder / "modules.json").is_file():
+        return "mean"
+    with reading(folder):
+        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+        kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+        path = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
+        config = json.loads(path.read_text(encoding="utf-8"))
+        modes = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
+        modes += filter(None, [config.get("pooling_mode")])
+    if len(modes) != 1 or modes[0] not in _SAVED or {*kinds} - _WITHOUT_EFFECT:
+        raise UsageError(
+            f"--model: sentence-transformers' files in {folder} name {', '.join(kinds)} with "
+            f"{', '.join(modes)}, expected one pooling of mean, cls, last and nothing after it "
+            "(--hf-pooling overrides them)"
+        )
+    return _SAVED[modes[0]]
