@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -144,20 +143,6 @@ class CachedStep:
             features = torch.cat([tower(part)[name] for part, _ in parts])
         _, texts = feed.sorted_by(name)
         return features if texts is None else texts.in_batch_order(features)
-
-
-def ids_of(batch: Batch) -> Tensor:
-    """Ids of a batch's pairs, int64 (b,): the data's own, or else a hash of each text's tokens.
-
-    The hash is the same on every rank, and equal for texts that the model cannot distinguish. With
-    62 bits, any two of a million different texts collide with probability 1e-7.
-    """
-    own: Tensor | None = getattr(batch, "ids", None)
-    if own is not None:
-        return own
-    rows = batch.texts.cpu().numpy()
-    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
-    return torch.tensor([int.from_bytes(d, "little") >> 2 for d in digests], dtype=torch.int64)
 
 
 class WithNegatives(nn.Module):

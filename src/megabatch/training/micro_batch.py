@@ -172,11 +172,6 @@ class Division:
             *(config.trim_texts, config.activation_memory, config.micro_batch_size),
         ]
 
-    def __str__(self) -> str:
-        """The size in words, for the user."""
-        measured = self.searches and self.measures
-        return "micro-batches of a size to be measured" if measured else f"{self.rows:,} at a time"
-
     def before_step(self, trials: Trials) -> bool:
         """Before the first step, take a size that is sure to fit; returns whether it is smaller.
 
@@ -203,7 +198,7 @@ class Division:
             trials: of the step's batch.
             longer: how many times as many tokens a micro-batch of another batch may have.
         """
-        world, began = self._layout.world, time.perf_counter()
+        world = self._layout.world
         self._steps += 1
         if self._steps == 1:
             torch.cuda.reset_peak_memory_stats(world.device)
@@ -222,19 +217,12 @@ class Division:
         self.rows, self.measures = room.fastest(tried), False
         self.kept = room.kept(self.rows, tried[self.rows])
         torch.cuda.reset_peak_memory_stats(world.device)
-        if self.searches:
-            rates = ", ".join(f"{s:,}: {1 / room.seconds(s, t):,.0f}" for s, t in tried.items())
-            self._tell(
-                f"micro-batches of {plural(self.rows, 'pair')}, found in "
-                f"{time.perf_counter() - began:.0f} s (pairs/s through the towers with {rates})"
-            )
-        if (count := -(-self._share // self.rows)) > 1:
-            others = "" if self.kept == count else "; the others are encoded twice"
-            self._tell(
-                f"the activations of {self.kept} of {count} micro-batches "
-                f"({tried[self.rows].graph / 2**20:,.1f} MiB each) are kept for the backward pass"
-                f"{others}"
-            )
+        count, mib = -(-self._share // self.rows), tried[self.rows].graph / 2**20
+        rates = ", ".join(f"{s:,}: {1 / room.seconds(s, t):,.0f}" for s, t in tried.items())
+        self._tell(
+            f"micro-batches of {plural(self.rows, 'pair')} (pairs/s through the towers: {rates}); "
+            f"the activations of {self.kept} of {count} are kept, {mib:,.1f} MiB each"
+        )
         return True
 
     def less_memory(self) -> str:

@@ -361,12 +361,13 @@ class Run:
         config, trainer, size = self.config, self.trainer, self.world.size
         millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
         where = f"{size} x {trainer.device.type} ({config.parallel})"
+        at_first = " at first" if trainer.division.measures else ""
         self.console.print(
             f"{config.model} ({millions:.1f}M parameters) on "
             f"{plural(len(self.loader.dataset), 'pair')} of {config.train_data}: "
             f"{plural(trainer.total_steps, 'step')} of "
-            f"{plural(config.global_batch_size, 'pair')}, {trainer.division}, {config.precision} "
-            f"on {trainer.device if size == 1 else where}"
+            f"{plural(config.global_batch_size, 'pair')}, {trainer.division.rows:,} at a "
+            f"time{at_first}, {config.precision} on {trainer.device if size == 1 else where}"
         )
         data = self.loader.dataset
         notes = [f"note: {line}" for line in getattr(data, "notes", [])]

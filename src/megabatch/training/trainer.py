@@ -24,7 +24,7 @@ from megabatch.models.padding import Lengths
 from megabatch.torch_internals import is_compile_error
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
-from megabatch.training.encoders import CachedStep, ids_of
+from megabatch.training.encoders import CachedStep
 from megabatch.training.micro_batch import Division, Trials
 from megabatch.training.optimizer import (
     create_optimizer,
@@ -245,10 +245,12 @@ class Trainer:
 
         One synchronisation of gradients: GradientCache's, in the last micro-batch.
         """
-        ids = ids_of(batch) if "ids" in self.objective.takes else None
+        takes_ids = "ids" in self.objective.takes
+        if takes_ids and batch.ids is None:
+            raise ValueError(f"batch.ids: expected ids of the captions, for {self.config.loss}")
         with self.world.failures(f"step {self.step + 1}"):
             with self._autocast():
-                loss = self._step(batch, ids)
+                loss = self._step(batch, batch.ids if takes_ids else None)
             try:
                 self.scaler.scale(loss).backward()
             except UnusedParameters as error:
