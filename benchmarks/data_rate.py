@@ -34,7 +34,8 @@ from webdataset.writer import TarWriter
 from megabatch.benchmarking import records
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.fetch import stacked
-from megabatch.data.pairs import EncodedImage, decode_image
+from megabatch.data.images import decode_image
+from megabatch.data.pairs import EncodedImage
 from megabatch.data.shards import ShardPairs
 from megabatch.models.images import TorchResize, Transform, with_bytes
 from megabatch.training import TrainConfig, train
@@ -169,7 +170,7 @@ def rate(shard: Path, resize: str, workers: int, seconds: float) -> Record:
     size = 256 * workers  # four pieces of 64 images for each worker
     drawn = max(1.0, 100 * size / len(ShardPairs([shard])))  # an epoch ends after the measurement
     loader = PairLoader(
-        open_pairs(str(shard), upsampling_factors=[drawn]),
+        open_pairs(str(shard), upsampling_factors=str(drawn)),
         batch_size=size,
         transform=transforms()[RESIZES.index(resize)],
         tokenizer=open_clip.get_tokenizer("ViT-B-32"),

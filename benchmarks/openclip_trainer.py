@@ -35,8 +35,7 @@ import open_clip
 import torch
 
 from megabatch.benchmarking import memory, records
-from megabatch.data.export import write_glyphs
-from megabatch.data.glyphs import GlyphPairs, load_glyphs
+from megabatch.data.glyphs import load_glyphs, write_glyphs
 
 #: The default model: OpenCLIP chooses Adam's betas and epsilon by "vit" in its name.
 MODEL = "vit-glyphs"
@@ -111,11 +110,11 @@ def prepare(options: argparse.Namespace, folder: Path) -> None:
     """Write the default model's configuration, and shards of as many glyphs as are needed."""
     (folder / f"{MODEL}.json").write_text(json.dumps(CONFIG))
     if options.data is None:
-        glyphs = load_glyphs()
-        rows = glyphs.split("train").indices.copy()
+        train = load_glyphs().split("train")
+        rows = np.arange(len(train))
         random.Random(0).shuffle(rows)
         wanted = options.batch_size * options.steps
-        pairs = GlyphPairs(glyphs, np.resize(rows, wanted))  # some again if there are not as many
+        pairs = train.take(np.resize(rows, wanted))  # some again if there are not as many
         shards = write_glyphs(pairs, folder / "shards", samples_per_shard=-(-len(pairs) // SHARDS))
         options.data = f"{folder}/shards/{{{shards[0].stem}..{shards[-1].stem}}}.tar"
 

@@ -29,7 +29,7 @@ from machinery.definitions import captions, tokenized, words_and_definitions
 from megabatch.config.settings import TrainConfig
 from megabatch.gradient_cache.batches import equal_rows
 from megabatch.models import Towers, create
-from megabatch.models.layers import Tower
+from megabatch.models.towers import Tower
 from megabatch.planning.machine import datasheet, other_machine
 from megabatch.planning.micro_batches import TextLengths, Widths, cut
 from megabatch.planning.plan import Plan, Planner
@@ -64,7 +64,7 @@ class EqualRows(TextLengths):
         parts = equal_rows(rows, -(-rows // count))
         cuts = [cut(sample[part.start * len(sample) // rows], context) for part in parts]
         meant = cuts[-max(1, self.kept) :] if self.of_memory else cuts
-        return Widths(sum(meant) / len(meant), cuts[0], cuts[0])
+        return Widths(sum(meant) / len(meant), cuts[0])
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens those that are kept may have in another batch, on average.

@@ -113,7 +113,6 @@ WRONG = {
     "plan --model ViT-B-32 --gpu-memory 80Gx": "--gpu-memory 80Gx: expected a size",
     "eval": "expected either a run's folder or --model NAME",
     "eval gone": "gone is not a folder",
-    "eval --model ViT-B32 --val-data glyphs --output o": "did you mean ViT-B-32",
     "eval run --precision bf61": "--precision bf61: .*; did you mean bf16?",
     "export gone --to openclip --output o": "gone is not a folder",
     "export run --to open_clip --output o": "; did you mean openclip?",

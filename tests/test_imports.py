@@ -33,7 +33,7 @@ NEEDS = {
     "plan --model glyph-small --device cpu": "numpy PIL psutil rich",
     "eval run --val-data pairs.csv": "jinja2 matplotlib numpy PIL rich safetensors",
     BENCH: "psutil rich",
-    "data inspect pairs.csv": "numpy PIL pyarrow rich webdataset",
+    "data inspect pairs.csv": "numpy PIL pyarrow webdataset",
     "data glyphs --output shards": "matplotlib numpy PIL webdataset",
     "from megabatch.data import open_pairs": "numpy PIL",
     "from megabatch.training import train": "psutil rich",

@@ -43,7 +43,7 @@ class Pairs:
     def bytes(self) -> Tensor:
         """Images uint8 (n, 3, s, s), pinned for a GPU, as the trainer's loader makes them."""
         memory = Memory(pinned=torch.cuda.is_available())
-        images = memory.empty((len(self.tokens), *self.images.shape[1:]), torch.uint8)
+        images = memory.like(self.images, len(self.tokens))
         for start in range(0, len(images), len(self.images)):
             part = images[start : start + len(self.images)]
             part.copy_(self.images[: len(part)])

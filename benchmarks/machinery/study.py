@@ -236,7 +236,7 @@ def batches(train: Pairs, run: Run) -> Iterator[Batch]:
     sizes cut the same one into other steps.
     """
     count, total = len(train.ids), run.batch * run.steps
-    order = Order([Part(count, total)], run.seed, shuffle=True).draws() % count
+    order = Order([Part(count, total)], run.seed).draws() % count
     rows = torch.from_numpy(order).to(train.ids.device)
     for chosen in rows.split(run.batch):
         first, texts, _ = train.rows(chosen)

@@ -65,27 +65,29 @@ def test_a_chunk_that_is_a_batch_is_not_copied() -> None:
     assert batch.images.data_ptr() == chunk.images.data_ptr()
 
 
-def test_memory_is_used_again_when_no_tensor_refers_to_it() -> None:
-    memory = Memory()
-    shape = (4, 3, 5)
-    first = memory.empty(shape, torch.float32)
+def used_again(memory: Memory) -> torch.Tensor:
+    """Checks that memory is used again when no tensor refers to it; returns a tensor of it."""
+    images = torch.zeros(1, 3, 5)
+    first = memory.like(images, 4)
     place = first.data_ptr()
     row = first[2:]
     del first
     gc.collect()
-    other = memory.empty(shape, torch.float32).fill_(1)  # the row still refers to the first
+    other = memory.like(images, 4).fill_(1)  # the row still refers to the first
     assert not place <= other.data_ptr() < place + 240
     row.fill_(7)
     assert (other == 1).all()
     del row
     gc.collect()
-    again = memory.empty((60,), torch.int32)
+    again = memory.like(images.int(), 4)
     assert again.data_ptr() == place
     assert again.dtype == torch.int32
-    assert memory.empty((2, 3), torch.bfloat16).shape == (2, 3)
+    assert memory.like(images.bfloat16(), 2).shape == (2, 3, 5)
+    return again
 
 
-def test_memory_of_images_has_their_order() -> None:
+def test_memory_is_used_again_and_has_the_images_order() -> None:
+    used_again(Memory())
     images = torch.arange(24, dtype=torch.uint8).view(2, 2, 3, 2).permute(0, 3, 1, 2)
     own = Memory().like(images, 5)
     assert own.shape == (5, 2, 2, 3)
@@ -96,18 +98,11 @@ def test_memory_of_images_has_their_order() -> None:
 
 @pytest.mark.gpu
 def test_pinned_memory_is_pinned_and_used_again() -> None:
-    memory = Memory(pinned=True)
-    first = memory.empty((4, 3, 5), torch.uint8)
-    place = first.data_ptr()
-    assert first.is_pinned()
-    assert first[2:].is_pinned()
-    first.copy_(torch.arange(60, dtype=torch.uint8).view(4, 3, 5))
-    assert first.to("cuda", non_blocking=True).sum().item() == 59 * 30
-    del first
-    gc.collect()
-    again = memory.empty((60,), torch.uint8)
-    assert again.data_ptr() == place
-    assert again.is_pinned()
+    own = used_again(Memory(pinned=True))
+    assert own.is_pinned()
+    assert own[2:].is_pinned()
+    own.copy_(torch.arange(60).view(4, 3, 5))
+    assert own.to("cuda", non_blocking=True).sum().item() == 59 * 30
 
 
 @pytest.mark.gpu

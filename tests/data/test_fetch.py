@@ -20,15 +20,9 @@ from megabatch.data.fetch import (
     stacked,
 )
 from megabatch.data.glyphs import GlyphSet
+from megabatch.data.images import DeferredImage, decode_image
 from megabatch.data.late import decode
-from megabatch.data.pairs import (
-    BadSample,
-    DeferredImage,
-    EncodedImage,
-    Pair,
-    caption_id,
-    decode_image,
-)
+from megabatch.data.pairs import BadSample, EncodedImage, Pair, caption_id
 from megabatch.data.shards import ShardPairs
 
 from .samples import Numbers, jpeg, to_pixels, to_pixels_and_noise, to_tokens, write_tar
@@ -137,13 +131,8 @@ def test_the_trainers_random_state_is_left_alone():
     assert draw() == expected
 
 
-class CountingTokenizer:
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def __call__(self, captions: list[str]) -> torch.Tensor:
-        self.seen += captions
-        return to_tokens([str(len(c)) for c in captions])
+def lengths(captions: list[str]) -> torch.Tensor:
+    return to_tokens([str(len(c)) for c in captions])
 
 
 class Twice:
@@ -163,9 +152,9 @@ def test_the_batched_path_gives_what_the_other_gives(glyphs: GlyphSet):
     part = glyphs.split("faces")
     request = Request(2, np.array([9, 5000, 77]))
     transform = Twice()
-    fast = Fetcher(part, transform, CountingTokenizer(), seed=3)(request)
+    fast = Fetcher(part, transform, lengths, seed=3)(request)
     assert transform.seeds.tolist() == sample_seeds(3, 2, request.draws).tolist()
-    slow = Fetcher(part, Twice().__call__, CountingTokenizer(), seed=3)(request)
+    slow = Fetcher(part, Twice().__call__, lengths, seed=3)(request)
     assert fast.images is not None
     assert slow.images is not None
     assert torch.equal(fast.images, slow.images)
@@ -204,9 +193,9 @@ class Lengths:
 def test_first_texts_are_made_together_and_once():
     request = Request(0, np.arange(6))
     transform = Lengths()
-    fetcher = Fetcher(Questions(), transform, CountingTokenizer(), seed=0)
+    fetcher = Fetcher(Questions(), transform, lengths, seed=0)
     chunk, again = fetcher(request), fetcher(request)
-    slow = Fetcher(Questions(), lambda text: transform(text), CountingTokenizer(), seed=0)(request)
+    slow = Fetcher(Questions(), lambda text: transform(text), lengths, seed=0)(request)
     assert chunk.images is not None
     for other in (again, slow):
         assert other.images is not None

@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megabatch.data.glyphs import GlyphSet
 from megabatch.data.loader import Batch, PairLoader
 from megabatch.errors import UsageError
 
@@ -25,6 +27,41 @@ def loader(n: int = 100, bad: Sequence[int] = (), **options: Any) -> PairLoader:
     return PairLoader(Numbers(n, bad), **{**settings, **options})
 
 
+class AsTheyAre:
+    """Leaves bytes unchanged, so that they are only copied."""
+
+    def __call__(self, image) -> torch.Tensor:
+        return to_pixels(image)
+
+    def batch(self, images: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor:
+        return images
+
+
+class Rows(Numbers):
+    """Arrays of one number each."""
+
+    def arrays(self, indices: Any) -> np.ndarray:
+        return np.asarray(indices, np.uint8)[:, None, None, None].repeat(2, 2).repeat(2, 3)
+
+    def texts(self, indices: Any) -> list[str]:
+        return [self[int(i)].caption for i in indices]
+
+
+def copied(**options: Any) -> PairLoader:
+    settings = {"batch_size": 8, "transform": AsTheyAre(), "tokenizer": to_tokens, "seed": 1}
+    return PairLoader(Rows(100), **{**settings, **options})
+
+
+def saved(data: PairLoader) -> dict[str, Any]:
+    return json.loads(json.dumps(data.state_dict()))
+
+
+def resumed(state: dict[str, Any], *arguments: Any, **options: Any) -> PairLoader:
+    data = loader(*arguments, **options)
+    data.load_state_dict(state)
+    return data
+
+
 def indices(batches: list[Batch]) -> list[list[int]]:
     return [batch.indices.tolist() for batch in batches]
 
@@ -34,6 +71,16 @@ def assert_equal(left: list[Batch], right: list[Batch]) -> None:
     for a, b in zip(left, right, strict=True):
         assert torch.equal(a.images, b.images)
         assert torch.equal(a.texts, b.texts)
+
+
+def epochs(data: PairLoader, count: int) -> list[Batch]:
+    return [batch for _ in range(count) for batch in data]
+
+
+def use_up(data: PairLoader, count: int) -> None:
+    for _ in range(count):
+        for _ in data:
+            pass
 
 
 def test_a_batch_belongs_together():
@@ -48,64 +95,56 @@ def test_a_batch_belongs_together():
 @given(
     n=st.integers(1, 60),
     batch_size=st.integers(1, 20),
-    bad=st.sets(st.integers(0, 59), max_size=30),
-    drop_last=st.booleans(),
-    shuffle=st.booleans(),
+    bad=st.sets(st.integers(0, 59), max_size=20),
 )
 @settings(max_examples=40)
-def test_each_sample_at_most_once_an_epoch(n, batch_size, bad, drop_last, shuffle):
-    bad = {i for i in bad if i < n}
+def test_each_sample_at_most_once_an_epoch_and_batches_lack_the_bad_ones(n, batch_size, bad):
     if batch_size > n:
         return
-    data = loader(n, tuple(bad), batch_size=batch_size, drop_last=drop_last, shuffle=shuffle)
-    try:
-        batches = list(data)
-    except UsageError:
-        batches = []
-        assert sum(data.skipped.values()) == len(bad) >= n - n % batch_size
-    assert data.epoch == 1
-    seen = [i for batch in batches for i in batch.indices.tolist()]
-    assert len(seen) == len(set(seen))
-    whole = loader(n, batch_size=batch_size, drop_last=drop_last, shuffle=shuffle)
+    whole = loader(n, batch_size=batch_size)
     expected = indices(list(whole))
-    assert len(expected) == data.batches_per_epoch
-    without_bad = [[i for i in batch if i not in bad] for batch in expected]
-    assert indices(batches) == [batch for batch in without_bad if batch]
+    assert whole.epoch == 1
+    assert len(expected) == whole.batches_per_epoch == n // batch_size
+    seen = [i for batch in expected for i in batch]
+    assert len(seen) == len(set(seen))
+    data = loader(n, tuple(bad), batch_size=batch_size)
+    for batch in expected:
+        good = [i for i in batch if i not in bad]
+        if not good:
+            with pytest.raises(UsageError, match="no sample of a batch can be used"):
+                list(data)
+            return
+    found = indices(list(data))
+    assert found == [[i for i in batch if i not in bad] for batch in expected]
+    assert sum(data.skipped.values()) == len(bad.intersection(seen))
 
 
 @given(
     n=st.integers(1, 60),
     batch_size=st.integers(1, 20),
     bad=st.sets(st.integers(0, 59), max_size=5),
-    shuffle=st.booleans(),
     world_size=st.integers(2, 4),
-    workers=st.just(0),
     stop=st.integers(0, 5),
 )
 @settings(max_examples=40)
-def test_ranks_share_the_batches_of_one(n, batch_size, bad, shuffle, world_size, workers, stop):
-    if not world_size <= batch_size <= n:
-        return
-    options = {"batch_size": batch_size, "shuffle": shuffle, "workers": workers}
-    whole = indices(list(loader(n, **options)))  # with no bad ones among them
+def test_ranks_share_the_batches_of_one(n, batch_size, bad, world_size, stop):
+    if not world_size <= batch_size <= n or len(bad) >= batch_size // world_size:
+        return  # a rank might be left with nothing, which is an error
+    whole = indices(list(loader(n, batch_size=batch_size)))  # with no bad ones among them
+    share = {"batch_size": batch_size, "world_size": world_size}
 
     def rows(rank: int) -> list[list[int]]:
-        data = loader(n, tuple(bad), rank=rank, world_size=world_size, **options)
+        data = loader(n, tuple(bad), rank=rank, **share)
         found = []
         for batch in data:
             found += [batch.indices.tolist()]
-            if len(found) == stop and data.epoch == 0:  # another number of ranks goes on
-                again = loader(n, tuple(bad), rank=rank, world_size=world_size, **options)
-                again.load_state_dict(json.loads(json.dumps(data.state_dict())))
+            if len(found) == stop and data.epoch == 0:  # in another process
+                again = resumed(saved(data), n, tuple(bad), rank=rank, **share)
                 return found + indices(list(again))
         assert data.epoch == 1
         return found
 
-    shares = [batch_size * (r + 1) // world_size - batch_size * r // world_size for r in range(4)]
-    if len(bad) >= min(shares[:world_size]):
-        return  # a rank might be left with nothing, which is an error
     parts = [rows(rank) for rank in range(world_size)]
-    assert all(len(part) == len(whole) for part in parts)
     for k, batch in enumerate(whole):
         assert [i for part in parts for i in part[k]] == [i for i in batch if i not in bad]
         assert max(len(part[k]) for part in parts) <= -(-batch_size // world_size)
@@ -119,70 +158,37 @@ def test_another_number_of_ranks_goes_on():
     assert first == [batch[2:5] for batch in whole[:4]]
     state = data.state_dict()
     for size in (1, 2):
-        rest = []
-        for rank in range(size):
-            again = loader(100, rank=rank, world_size=size)
-            again.load_state_dict(state)
-            rest.append(indices(list(again)))
-        joined = [[i for part in parts for i in part] for parts in zip(*rest, strict=True)]
-        assert joined == whole[4:]
+        rest = [
+            indices(list(resumed(state, 100, rank=rank, world_size=size))) for rank in range(size)
+        ]
+        assert [[i for p in parts for i in p] for parts in zip(*rest, strict=True)] == whole[4:]
 
 
-def test_workers_change_nothing_for_a_rank():
-    for rank in range(2):
-        options = {"batch_size": 70, "n": 200, "bad": (3, 5), "rank": rank, "world_size": 2}
-        assert_equal(list(loader(**options)), list(loader(workers=1, **options)))
-
-
-@given(
-    batch_size=st.integers(1, 12),
-    bad=st.sets(st.integers(0, 49), max_size=20),
-    stop=st.integers(0, 60),
-    resumed_batch_size=st.integers(1, 12),
-)
-@settings(max_examples=25)
-def test_resume_continues_the_very_stream(batch_size, bad, stop, resumed_batch_size):
-    def stream(data: PairLoader) -> list[int]:
-        return [i for batch in data for i in batch.indices.tolist()]
-
-    whole = stream(loader(50, tuple(bad), batch_size=1))
-    data = loader(50, tuple(bad), batch_size=batch_size, drop_last=False)
-    before: list[int] = []
+def test_another_batch_size_goes_on():
+    whole = [i for batch in loader(50, batch_size=1) for i in batch.indices.tolist()]
+    data = loader(50, batch_size=7)
     iterator = iter(data)
-    for _ in range(stop):
-        batch = next(iterator, None)
-        if batch is None or data.epoch == 1:
-            return
-        before += batch.indices.tolist()
-    state = json.loads(json.dumps(data.state_dict()))
-    resumed = loader(50, tuple(bad), batch_size=resumed_batch_size, drop_last=False)
-    resumed.load_state_dict(state)
-    assert before + stream(resumed) == whole
-    assert sum(resumed.skipped.values()) == len(bad)
+    before = [i for _ in range(3) for i in next(iterator).indices.tolist()]
+    for size in (1, 4, 29, 30):
+        after = [i for b in resumed(saved(data), 50, batch_size=size) for i in b.indices.tolist()]
+        assert before + after == whole[: len(before) + len(after)]
+        assert len(after) == 29 // size * size
 
 
-def epochs(data: PairLoader, count: int) -> list[Batch]:
-    return [batch for _ in range(count) for batch in data]
-
-
-def use_up(data: PairLoader, count: int) -> None:
-    for _ in range(count):
-        for _ in data:
-            pass
-
-
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, 1, 2])
 def test_the_stream_is_a_function_of_the_seed(workers: int):
-    options = {"bad": (3, 4, 50), "transform": to_pixels_and_noise}
+    options = {"n": 200, "batch_size": 70, "bad": (3, 4, 50), "transform": to_pixels_and_noise}
     expected = epochs(loader(**options), 3)
     data = loader(**options, workers=workers)
-    actual = epochs(data, 3)
-    assert_equal(actual, expected)
+    assert data.processes == workers
+    assert_equal(epochs(data, 3), expected)
     assert data.epoch == 3
-    per_epoch = len(expected) // 3
-    first, second = indices(expected)[:per_epoch], indices(expected)[per_epoch : 2 * per_epoch]
-    assert first != second
-    assert indices(epochs(loader(**options, seed=2), 1)) != first
+    assert indices(expected[:2]) != indices(expected[2:4])
+    assert indices(epochs(loader(**options, seed=2), 1)) != indices(expected[:2])
+    if workers == 1:
+        for rank in range(2):
+            share = {**options, "rank": rank, "world_size": 2}
+            assert_equal(list(loader(**share)), list(loader(workers=1, **share)))
 
 
 @pytest.mark.parametrize(("workers", "stop"), [(0, 1), (0, 5), (0, 12), (2, 5)])
@@ -193,14 +199,11 @@ def test_resume_in_mid_epoch_is_exact(workers: int, stop: int):
     data = loader(**options)
     iterator = iter(data)
     before = [next(iterator) for _ in range(stop)]
-    state = json.loads(json.dumps(data.state_dict()))
+    state = saved(data)
     del iterator
-
-    resumed = loader(**options)
-    resumed.load_state_dict(state)
-    after = epochs(resumed, 3 - state["epoch"])
-    assert_equal(before + after, expected)
-    assert resumed.state_dict() == reference.state_dict()
+    again = resumed(state, **options)
+    assert_equal(before + epochs(again, 3 - state["epoch"]), expected)
+    assert again.state_dict() == reference.state_dict()
 
 
 def test_state_before_the_batch_is_handed_out():
@@ -211,56 +214,46 @@ def test_state_before_the_batch_is_handed_out():
         assert (state["epoch"], state["position"]) == [(0, 8), (1, 0)][number]
 
 
+@pytest.mark.parametrize("made", [loader, copied])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_breaks_off_goes_on_where_it_was(workers: int):
-    expected = epochs(loader(), 2)
-    data = loader(workers=workers)
+def test_a_loop_that_breaks_off_goes_on_where_it_was(made: Any, workers: int):
+    expected = epochs(made(), 2)
+    data = made(workers=workers)
     first = [next(iter(data)) for _ in range(3)]
+    state = saved(data)
+    gc.collect()
+    assert not any(t.name.startswith("megabatch-data") for t in threading.enumerate())
     assert_equal(first + list(data) + list(data), expected)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_bad_samples_are_counted_when_they_are_passed(workers: int):
-    data = loader(100, bad=range(40, 60), shuffle=False, workers=workers)
-    counts = []
-    for _ in data:
-        counts.append(sum(data.skipped.values()))
-    assert counts == [0, 0, 0, 0, 0, 20, 20, 20, 20, 20]
-    assert data.skipped == {"odd": 10, "even": 10}
-    assert data.skipped_first == {"odd": "41", "even": "40"}
-    assert sorted(data.report()) == [
-        "skipped 10 x even (first: 40)",
-        "skipped 10 x odd (first: 41)",
-    ]
+    again = made(workers=workers)
+    again.load_state_dict(state)
+    assert_equal(first + epochs(again, 2), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_bad_samples_are_counted_once_over_epochs_and_resumes(workers: int):
-    data = loader(bad=(3, 40, 41), workers=workers)
+    data, missing = loader(bad=(3, 40, 41), workers=workers), 0
+    for batch in data:
+        missing += 8 - len(batch)
+        assert sum(data.skipped.values()) == missing
     use_up(data, 2)
     assert data.skipped == {"odd": 2, "even": 1}
-    resumed = loader(bad=(3, 40, 41))
-    resumed.load_state_dict(json.loads(json.dumps(data.state_dict())))
-    use_up(resumed, 2)
-    assert resumed.skipped == data.skipped
-
-
-def test_a_batch_lacks_its_bad_samples():
-    data = loader(20, bad=[1, 2, 9, *range(12, 16)], batch_size=4, shuffle=False)
-    assert indices(list(data)) == [[0, 3], [4, 5, 6, 7], [8, 10, 11], [16, 17, 18, 19]]
-
-
-def test_the_last_batch():
-    sizes = [len(batch) for batch in loader(20, drop_last=False)]
-    assert sizes == [8, 8, 4]
-    assert loader(20, drop_last=False).batches_per_epoch == 3
-    assert loader(20).batches_per_epoch == len(list(loader(20))) == 2
+    again = resumed(saved(data), bad=(3, 40, 41))
+    use_up(again, 2)
+    assert again.skipped == data.skipped
+    again.dataset.damage = ["a.tar: breaks off"]
+    damage, odd, even = again.report()
+    assert damage == "damaged: a.tar: breaks off"
+    assert odd.startswith("skipped 2 x odd (first: ")
+    assert even == "skipped 1 x even (first: 40)"
 
 
 def test_a_rank_without_any_usable_row_of_a_batch():
-    data = loader(20, bad=range(4), shuffle=False, rank=0, world_size=2)
-    with pytest.raises(UsageError, match="whole part of a batch, 4 samples, is unusable"):
-        list(data)
+    row = next(iter(loader(20))).indices.tolist()
+    for world_size in (1, 2):
+        data = loader(20, bad=row[: 8 // world_size], rank=0, world_size=world_size)
+        told = f"no sample of a batch can be used, of {8 // world_size} on this rank: {row[0]}: "
+        with pytest.raises(UsageError, match=told):
+            next(iter(data))
 
 
 class Hanging(Numbers):
@@ -274,9 +267,9 @@ class Hanging(Numbers):
 
 @pytest.mark.usefixtures("short_wait")
 def test_a_reader_that_hangs():
-    options = {"transform": to_pixels, "tokenizer": to_tokens, "seed": 1, "shuffle": False}
+    options = {"transform": to_pixels, "tokenizer": to_tokens, "seed": 1}
     data = PairLoader(Hanging(40, ()), batch_size=40, workers=1, timeout=1, **options)
-    with pytest.raises(UsageError, match="no sample for 1 s: a reader hangs"):
+    with pytest.raises(UsageError, match="no sample for 1 s: one hangs"):
         list(data)
 
 
@@ -308,8 +301,7 @@ def test_an_interrupt_does_not_spoil_the_workers():
         use_up(data, 1000)
     caught.set()
     thread.join()
-    again = loader(**options)
-    again.load_state_dict(data.state_dict())
+    again = resumed(data.state_dict(), **options)
     assert_equal(list(data), list(again))
 
 
@@ -324,39 +316,57 @@ def test_no_more_than_two_batches_are_in_memory(ranks: int):
     assert len(places) <= 2
 
 
-def test_nothing_usable():
-    data = loader(20, bad=range(20))
-    with pytest.raises(UsageError, match="whole epoch of 20 pairs has no usable one: skipped"):
-        next(iter(data))
+def test_what_is_only_copied_needs_no_process():
+    expected = epochs(copied(), 3)
+    data = copied(workers=64)
+    assert data.processes == 0
+    assert_equal(epochs(data, 3), expected)
+    assert len(expected) == 3 * data.batches_per_epoch
+    parts = [epochs(copied(workers=1, rank=rank, world_size=3), 3) for rank in range(3)]
+    for whole, *own in zip(expected, *parts, strict=True):
+        assert torch.equal(torch.cat([part.images for part in own]), whole.images)
+        assert torch.equal(torch.cat([part.texts for part in own]), whole.texts)
 
 
-def test_damage_is_reported():
-    data = loader()
-    data.dataset.damage = ["a.tar: breaks off"]
-    assert data.report() == ["damaged: a.tar: breaks off"]
+def test_glyphs_come_fast_enough(glyphs: GlyphSet):
+    """At least 30,000 pairs/s, also in the first epoch, which tokenises every name.
 
+    In one of three tries: beside others on its core, work takes more of a processor's time too.
+    """
 
-def test_a_batch_larger_than_the_data():
-    with pytest.raises(UsageError, match="batch size 101 is larger than the data set: 100 pairs"):
-        loader(100, batch_size=101)
-    with pytest.raises(UsageError, match="batch size 3 is smaller than the number of ranks, 4"):
-        loader(100, batch_size=3, world_size=4)
-    with pytest.raises(ValueError, match="drop_last: False with 2 ranks"):
-        loader(100, world_size=2, drop_last=False)
-    assert len(list(loader(100, batch_size=100))) == 1
+    def tokens(captions: list[str]) -> torch.Tensor:
+        return torch.from_numpy(np.array([[len(c)] * 64 for c in captions]))
+
+    options = {"transform": AsTheyAre(), "tokenizer": tokens, "seed": 0}
+
+    def rate() -> float:
+        data = PairLoader(glyphs.split("train"), batch_size=4096, **options)
+        start = time.process_time()
+        pairs = sum(len(batch) for batch in data)
+        assert pairs == 8 * 4096
+        return pairs / (time.process_time() - start)
+
+    assert any(rate() > 30_000 for _ in range(3))
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("batch_size", 0), ("workers", -1), ("seed", -1), ("seed", 2**32), ("rank", 1)],
+    ("options", "error", "message"),
+    [
+        ({"batch_size": 0}, ValueError, "batch_size: 0; expected at least 1"),
+        ({"workers": -1}, ValueError, "workers: -1; expected at least 0"),
+        ({"seed": -1}, ValueError, "seed: -1; expected at least 0"),
+        ({"rank": 1}, ValueError, "world_size: 1; expected at least 2"),
+        ({"batch_size": 101}, UsageError, "101; expected at least 1, .* and at most 100, the pair"),
+        ({"batch_size": 3, "world_size": 4}, UsageError, "size 3; expected at least 4, one pair"),
+    ],
 )
-def test_numbers_out_of_range(name: str, value: int):
-    with pytest.raises(ValueError, match=f"{name}: {value}; expected at least"):
-        loader(**{name: value})
+def test_numbers_out_of_range(options: dict[str, int], error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        loader(**options)
 
 
-@pytest.mark.parametrize("change", [{"seed": 2}, {"n": 99}, {"shuffle": False}])
+@pytest.mark.parametrize("change", [{"seed": 2}, {"n": 99}])
 def test_a_state_of_another_order_is_refused(change: dict[str, Any]):
     state = loader().state_dict()
     with pytest.raises(UsageError, match=r"cannot be resumed where they were left: .* was .* is"):
-        loader(**change).load_state_dict(state)
+        resumed(state, **change)

@@ -17,17 +17,17 @@ def samples(order: Order, epoch: int) -> np.ndarray:
 
 
 def test_one_part_is_a_permutation_an_epoch_and_stays_what_it_was():
-    order = Order([Part(6, 6)], seed=3, shuffle=True)
+    order = Order([Part(6, 6)], seed=3)
     for epoch in range(3):
         expected = np.random.RandomState([3, epoch]).permutation(6)
         assert samples(order, epoch).tolist() == expected.tolist()
 
 
-@given(parts=PARTS, shuffle=st.booleans(), epochs=st.integers(1, 6))
+@given(parts=PARTS, epochs=st.integers(1, 6))
 @settings(max_examples=60)
-def test_every_sample_of_a_part_comes_as_often_as_any_other(parts, shuffle, epochs):
+def test_every_sample_of_a_part_comes_as_often_as_any_other(parts, epochs):
     """After any number of epochs no sample is ahead of another of its part by more than one."""
-    order = Order(parts, seed=1, shuffle=shuffle)
+    order = Order(parts, seed=1)
     seen: Counter[int] = Counter()
     for epoch in range(epochs):
         order.epoch = epoch
@@ -44,37 +44,28 @@ def test_every_sample_of_a_part_comes_as_often_as_any_other(parts, shuffle, epoc
             first += part.size
 
 
-def test_half_of_a_part_is_the_other_half_in_the_next_epoch():
-    order = Order([Part(4, 4), Part(10, 5)], seed=0, shuffle=True)
-    first, second = samples(order, 0), samples(order, 1)
-    assert sorted(first[first < 4]) == sorted(second[second < 4]) == [0, 1, 2, 3]
-    assert sorted([*first[first >= 4], *second[second >= 4]]) == list(range(4, 14))
-
-
-def test_parts_are_mixed_throughout_an_epoch():
-    order = Order([Part(3000, 3000), Part(1000, 3000)], seed=0, shuffle=True)
-    second = samples(order, 0) >= 3000
-    for piece in np.split(second, 10):
-        assert 0.4 < piece.mean() < 0.6
-    assert (samples(order, 1) >= 3000).tolist() != second.tolist()
-
-
-def test_a_sample_comes_again_in_the_next_pass_only():
-    order = Order([Part(500, 500), Part(100, 300)], seed=0, shuffle=True)
+def test_parts_are_mixed_and_a_sample_comes_again_in_the_next_pass_only():
+    order = Order([Part(3000, 3000), Part(1000, 3000)], seed=0)
     found = samples(order, 0)
-    own = found[found >= 500].reshape(3, 100)
-    for piece in own:
-        assert sorted(piece) == list(range(500, 600))
-    assert own[0].tolist() != own[1].tolist()
+    for piece in np.split(found >= 3000, 10):
+        assert 0.4 < piece.mean() < 0.6
+    passes = found[found >= 3000].reshape(3, 1000)
+    for own in passes:
+        assert sorted(own) == list(range(3000, 4000))
+    assert passes[0].tolist() != passes[1].tolist()
+    assert ((samples(order, 1) >= 3000) != (found >= 3000)).any()
 
 
-def test_without_shuffle_parts_follow_each_other():
-    order = Order([Part(3, 2), Part(2, 4)], seed=0, shuffle=False)
-    assert samples(order, 0).tolist() == [0, 1, 3, 4, 3, 4]
-    assert samples(order, 1).tolist() == [2, 0, 3, 4, 3, 4]
+def test_requests_are_a_ranks_rows_of_the_batches_that_are_left():
+    order = Order([Part(20, 20)], seed=7, epoch=1, position=6)
+    draws = order.draws().tolist()
+    requests = list(order.requests(6, range(2, 5), piece=2))
+    assert [request.epoch for request in requests] == [1] * 4
+    rows = [[8, 9], [10], [14, 15], [16]]
+    assert [r.draws.tolist() for r in requests] == [[draws[i] for i in row] for row in rows]
 
 
 def test_what_the_order_depends_on():
-    assert Order([Part(3, 3)], 7, True).parameters() == {"pairs": 3, "seed": 7, "shuffle": True}
-    mixed = Order([Part(3, 3), Part(2, 4)], 7, True).parameters()
-    assert mixed == {"pairs": 7, "seed": 7, "shuffle": True, "parts": [[3, 3], [2, 4]]}
+    assert Order([Part(3, 3)], 7).parameters() == {"pairs": 3, "seed": 7}
+    mixed = Order([Part(3, 3), Part(2, 4)], 7).parameters()
+    assert mixed == {"pairs": 7, "seed": 7, "parts": [[3, 3], [2, 4]]}

@@ -1,17 +1,23 @@
 from __future__ import annotations
 
 import gzip
+import json
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from megabatch.data.glyphs import GlyphPairs
-from megabatch.data.order import pairs_per_epoch, parts_of
+from megabatch.data.loader import Batch, PairLoader
+from megabatch.data.mixture import MixedPairs
+from megabatch.data.order import Part, pairs_per_epoch, parts_of
+from megabatch.data.pairs import BadSample
 from megabatch.data.shards import ShardPairs
 from megabatch.data.sources import find_files, open_pairs
 from megabatch.errors import UsageError
 
-from .samples import png, sample, write_tar
+from .samples import Numbers, png, sample, to_pixels_and_noise, to_tokens, write_tar
 
 
 @pytest.fixture
@@ -76,17 +82,7 @@ def test_named_columns_reach_the_table(tmp_path: Path):
 
 
 def test_glyphs():
-    pairs = open_pairs("glyphs")
-    assert isinstance(pairs, GlyphPairs)
-    assert len(pairs) == 36_098
-    assert len(open_pairs("glyphs", split="characters")) == 3_097
-    with pytest.raises(UsageError, match="no split 'test'; expected one of train"):
-        open_pairs("glyphs", split="test")
-
-
-def test_only_glyphs_have_splits(shards: Path):
-    with pytest.raises(UsageError, match="only the glyphs have splits"):
-        open_pairs(str(shards), split="train")
+    assert len(open_pairs("glyphs")) == 36_098
 
 
 @pytest.mark.parametrize("spec", ["nowhere", "nowhere/*.tar", "no-{0..2}.csv", "https://x/0.tar"])
@@ -115,36 +111,39 @@ def test_mixed_kinds(shards: Path):
         open_pairs(f"{shards}/{{00000.tar,a.csv}}")
 
 
-def test_sources_of_several_kinds(shards: Path, tmp_path: Path):
+def test_sources_of_several_kinds_and_their_factors(shards: Path, tmp_path: Path):
     (tmp_path / "0.png").write_bytes(png())
-    (tmp_path / "a.jsonl").write_text('{"image": "0.png", "text": "of JSON"}\n')
-    (tmp_path / "b.csv").write_text("where,what\n0.png,of CSV\n")
+    (tmp_path / "a.jsonl").write_text('{"image": "0.png", "what": "of JSON"}\n')
+    (tmp_path / "b.csv").write_text("filepath,what\n0.png,of CSV\n")
     spec = f"{shards}/00001.tar::{tmp_path}/a.jsonl::{tmp_path}/b.csv"
-    pairs = open_pairs(spec, image_column="::image::where", caption_column="::text::what")
+    pairs = open_pairs(spec, caption_column="what")
     assert [pairs[i].caption for i in range(3)] == ["caption 1", "of JSON", "of CSV"]
     weighted = open_pairs(
-        f"{shards}::{tmp_path}/a.jsonl", caption_column="text", upsampling_factors=[0.5, 3]
+        f"{shards}::{tmp_path}/b.csv", caption_column="what", upsampling_factors="0.5::3"
     )
-    assert len(weighted) == 5
-    assert [(part.size, part.drawn) for part in parts_of(weighted)] == [(4, 2), (1, 3)]
+    assert parts_of(weighted) == [Part(4, 2), Part(1, 3)]
+    assert parts_of(open_pairs(str(shards), upsampling_factors="0.5")) == [Part(4, 2)]
+    (tmp_path / "c.jsonl").write_text('{"query": "q", "positive": "p"}')
+    with pytest.raises(UsageError, match=r"00001\.tar has images with texts, but .*c\.jsonl texts"):
+        open_pairs(f"{shards}/00001.tar::{tmp_path}/c.jsonl")
 
 
-def test_one_source_with_a_factor(shards: Path):
-    pairs = open_pairs(str(shards), upsampling_factors=[0.5])
-    assert pairs_per_epoch(pairs) == 2
-    with pytest.raises(UsageError, match=r"'1::2': expected 1 numbers, one for each source, got 2"):
-        open_pairs(str(shards), upsampling_factors=[1, 2])
+@pytest.mark.parametrize("factors", ["1", "1::2::3", "1::0", "1::nan", "inf::1", "", "1::"])
+def test_factors_that_cannot_be(shards: Path, factors: str):
+    told = f"--train-data-upsampling-factors: '{factors}'; expected 2 numbers above 0, one for each"
+    with pytest.raises(UsageError, match=told):
+        open_pairs(f"{shards}::{shards}", upsampling_factors=factors)
 
 
-def test_columns_for_another_number_of_sources(tmp_path: Path):
-    (tmp_path / "a.csv").write_text("a::b,c\nx,y.png\n")
-    (tmp_path / "y.png").write_bytes(png())
-    with pytest.raises(
-        UsageError, match=r"--csv-caption-key: 'x::y' names 2; expected one, or .* 3"
-    ):
-        open_pairs("a.csv::b.csv::c.csv", caption_column="x::y")
-    pairs = open_pairs(str(tmp_path / "a.csv"), image_column="c", caption_column="a::b")
-    assert len(pairs) == 1  # of one source it is one name
+def test_a_factor_that_draws_nothing(shards: Path):
+    with pytest.raises(UsageError, match="of which an epoch draws 0; expected 1 or more"):
+        open_pairs(f"{shards}::{shards}", upsampling_factors="1::0.1")
+
+
+def test_a_source_without_a_usable_sample_is_refused(shards: Path, tmp_path: Path):
+    write_tar(tmp_path / "bad.tar", [("0.png", png()), ("1.png", png())])
+    with pytest.raises(UsageError, match=r"bad\.tar: none of 2 .*: no caption: bad\.tar:0"):
+        open_pairs(f"{shards}::{tmp_path}/bad.tar")
 
 
 @pytest.mark.parametrize("spec", ["", "a.csv::", "::a.csv", "a.csv::::b.csv"])
@@ -159,3 +158,92 @@ def test_a_folder_of_compressed_json_lines(tmp_path: Path):
         (tmp_path / f"{name}.jsonl.gz").write_bytes(data)
     (tmp_path / "readme.json").write_text("{}")
     assert captions(str(tmp_path)) == ["a", "b"]
+
+
+def mixed(factors: list[float] | None = None, bad: tuple[int, ...] = ()) -> MixedPairs:
+    """30 samples, 10 and 20, of captions 0 .. 29, 0 .. 9 and 0 .. 19."""
+    return MixedPairs([Numbers(30), Numbers(10, bad), Numbers(20)], ["a", "b", "c"], factors)
+
+
+def loader(pairs: MixedPairs, **options: Any) -> PairLoader:
+    settings = {"batch_size": 10, "transform": to_pixels_and_noise, "tokenizer": to_tokens}
+    return PairLoader(pairs, **{**settings, "seed": 5, **options})
+
+
+def test_mixtures_are_numbered_one_source_after_another():
+    pairs = mixed(None, bad=(3,))
+    assert [int(pairs[i].caption) for i in (29, 30, 39, 40, 59)] == [29, 0, 9, 0, 19]
+    with pytest.raises(BadSample):
+        pairs[33]
+    with pytest.raises(IndexError):
+        pairs[60]
+    assert len(pickle.loads(pickle.dumps(pairs))) == 60
+
+
+def test_without_factors_it_is_one_data_set():
+    for factors in (None, [1.0, 1, 1]):
+        pairs = mixed(factors)
+        assert pairs.parts == [Part(60, 60)]
+        assert pairs.shares == []
+        state = loader(pairs).state_dict()
+        loader(Numbers(60)).load_state_dict(state)  # type: ignore[arg-type]
+        seen = sorted(i for batch in loader(pairs) for i in batch.indices.tolist())
+        assert seen == list(range(60))
+
+
+def test_factors_are_how_often_a_sample_comes_each_time_augmented_anew():
+    pairs = mixed([1, 2, 0.5])
+    assert pairs_per_epoch(pairs) == 30 + 20 + 10
+    assert pairs.shares[1:] == [
+        "b: 10 pairs, of which an epoch draws 20",
+        "c: 20 pairs, of which an epoch draws 10",
+    ]
+    data = loader(pairs)
+    assert data.batches_per_epoch == 6
+    images: dict[int, set[float]] = {}
+    ids: dict[int, set[int]] = {}
+    for batch in [*data, *data]:
+        rows = zip(batch.indices.tolist(), batch.images, strict=True)
+        for index, image in rows:
+            images.setdefault(index, set()).add(image.sum().item())
+        assert batch.ids is not None
+        for caption, number in zip(batch.texts[:, 0].tolist(), batch.ids.tolist(), strict=True):
+            ids.setdefault(caption, set()).add(number)
+    assert [len(images[i]) for i in range(60)] == [2] * 30 + [4] * 10 + [1] * 20
+    assert len(ids) == len(set.union(*ids.values())) == 30  # the same caption has the same id
+
+
+def three_epochs(data: PairLoader) -> list[Batch]:
+    batches = []
+    while data.epoch < 3:
+        batches += list(data)
+    return batches
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_mixtures_resume_with_other_ranks_and_workers(workers: int):
+    factors = [0.4, 2.5, 1]  # 12 + 25 + 20 samples: 8 batches of 7 an epoch
+    whole = three_epochs(loader(mixed(factors), batch_size=7))
+    assert len(whole) == 24
+    for stop in (2, 8, 13):
+        data = loader(mixed(factors), batch_size=7)
+        for _ in range(stop):
+            next(iter(data))
+        state = json.loads(json.dumps(data.state_dict()))
+        parts = []
+        for rank in range(2):
+            share = {"batch_size": 7, "rank": rank, "world_size": 2}
+            again = loader(mixed(factors), workers=workers, **share)
+            again.load_state_dict(state)
+            parts.append(three_epochs(again))
+        for left, right, expected in zip(*parts, whole[stop:], strict=True):
+            assert left.indices.tolist() + right.indices.tolist() == expected.indices.tolist()
+            assert torch.equal(torch.cat([left.images, right.images]), expected.images)
+
+
+def test_a_state_of_other_factors_is_refused():
+    state = loader(mixed([1, 2, 1])).state_dict()
+    with pytest.raises(UsageError, match=r"parts was \[\[30, 30\], .* is \[\[30, 20\]"):
+        loader(mixed([2 / 3, 3, 1])).load_state_dict(state)
+    with pytest.raises(UsageError, match=r"pairs was 70, is 60.*parts was .* is None"):
+        loader(mixed()).load_state_dict(state)

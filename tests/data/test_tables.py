@@ -4,13 +4,17 @@ import csv
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+from PIL import Image
 
-from megabatch.data.pairs import BadSample, decoded
-from megabatch.data.tables import TablePairs, Wanted, open_tables
+from megabatch.data.images import decoded
+from megabatch.data.pairs import BadSample
+from megabatch.data.sources import open_pairs
+from megabatch.data.tables import Wanted, open_tables
 from megabatch.errors import UsageError
 
 from .samples import png
@@ -36,7 +40,7 @@ def rows() -> list[list[str]]:
     return [[str(i), f"images/{i}.png", caption] for i, caption in enumerate(CAPTIONS)]
 
 
-def check(pairs: TablePairs) -> None:
+def check(pairs: Any) -> None:
     assert len(pairs) == 5
     assert [pairs[i].caption for i in range(5)] == CAPTIONS
     assert [decoded(pairs[i].image).getpixel((0, 0))[0] for i in range(5)] == list(range(5))
@@ -98,41 +102,27 @@ def test_negatives(tmp_path: Path, kind: str):
     ]
     assert [pairs[i].negatives for i in range(3)] == NEGATIVES
     assert pairs.notes == []
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv"])
-def test_negatives_that_are_not_used_are_told(tmp_path: Path, kind: str):
-    path = write_negatives(tmp_path, kind)
-    names = "'negative'" if kind == "jsonl" else "'negative_1', 'negative_2'"
     unused = open_tables([path], Wanted())
     assert unused[0].negatives == ()
     [note] = unused.notes
-    assert note.startswith(f"{path} has negatives ({names}), which are not used: ")
+    assert note.startswith(f"{path} has negatives ('negative")
     assert note.endswith("--loss infonce --hard-negatives N")
-    found = open_tables([path], Wanted(negatives=None))
-    assert found.notes == [note]
-    assert [found[i].negatives for i in range(3)] == NEGATIVES
-
-
-def test_negatives_if_there_are_any(tmp_path: Path):
-    columns = {"query": ["q"], "positive": ["p"]}
-    path = tmp_path / "a.parquet"
-    for other in ({}, {"negative": [1]}):  # a column of something else is none
-        pa.parquet.write_table(pa.table({**columns, **other}), path)
-        assert open_tables([path], Wanted(negatives=None))[0].negatives == ()
 
 
 def test_named_columns_of_negatives(tmp_path: Path):
     path = write_negatives(tmp_path, "csv")
     pairs = open_tables([path], Wanted(negatives=True, negative="negative_2, positive"))
     assert [pairs[i].negatives for i in range(3)] == [("farther", "x"), ("y",), ("z",)]
-    with pytest.raises(
-        UsageError, match=r"no column of negatives 'hard'; its .*--csv-negative-key"
-    ):
+    with pytest.raises(UsageError, match=r"no negative column 'hard'; its .*--csv-negative-key"):
         open_tables([path], Wanted(negatives=True, negative="hard"))
     path.write_text("query,positive\na,b\n")
-    with pytest.raises(UsageError, match="no column of negatives 'negative'"):
+    with pytest.raises(UsageError, match="no negative column 'negative'"):
         open_tables([path], Wanted(negatives=True))
+    pa.parquet.write_table(
+        pa.table({"query": ["q"], "text": ["p"], "negative": [1]}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(UsageError, match="negative is not text"):
+        open_pairs(str(tmp_path / "b.parquet"), negatives=True)
 
 
 def test_an_image_may_have_negatives(folder: Path):
@@ -197,15 +187,6 @@ def test_nulls_in_parquet(folder: Path):
     assert pairs[2].caption == "b"
 
 
-def test_a_row_that_is_not_utf8_costs_no_other(folder: Path):
-    path = folder / "a.csv"
-    path.write_bytes(b"filepath,title\nimages/0.png,\xff\xfe\nimages/1.png,good\n")
-    pairs = open_tables([path], Wanted())
-    assert pairs[1].caption == "good"
-    with pytest.raises(BadSample, match=r"not UTF-8: a\.csv:row 1"):
-        pairs[0]
-
-
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
 def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
     path = folder / name
@@ -213,7 +194,7 @@ def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
         path.write_text("url,alt\nhttp://x,a\n")
     else:
         pa.parquet.write_table(pa.table({"url": ["x"], "alt": ["y"]}), path)
-    expected = r"no image column 'filepath' or .* no query .* are 'url', 'alt'"
+    expected = r"no image column 'filepath' or .* are 'url', 'alt' \(--csv-img-key names it, or"
     with pytest.raises(UsageError, match=expected):
         open_tables([path], Wanted())
     with pytest.raises(UsageError, match=r"no caption column 'words'; its .* 'url', 'alt'"):
@@ -294,11 +275,92 @@ def test_a_query_column_that_is_not_there(tmp_path: Path):
         open_tables([path], Wanted(query="query"))
 
 
-def test_json_lines_with_images(folder: Path):
-    lines = [
-        json.dumps({"file_name": f"images/{i}.png", "text": t}) for i, t in enumerate(CAPTIONS)
-    ]
-    (folder / "a.jsonl").write_text("\n".join([*lines, "no json"]))
-    pairs = open_tables([folder / "a.jsonl"], Wanted())
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"image": [1], "text": ["a"]}, "no image: a.parquet:row 1"),
+        ({"query": ["a"], "text": [["a", "b"]]}, "caption is not text"),
+        ({"query": ["a"], "text": [7]}, "caption is not text"),
+        ({"query": [b"a"], "text": ["a"]}, "query is not text"),
+    ],
+)
+def test_columns_of_another_kind(tmp_path: Path, columns: dict[str, Any], expected: str):
+    pa.parquet.write_table(pa.table(columns), tmp_path / "a.parquet")
+    with pytest.raises(UsageError, match=f"none of 1 sample tried can be used; .*{expected}"):
+        open_pairs(str(tmp_path / "a.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "separator"),
+    [
+        ("a.csv", ";", ";"),
+        ("a.csv", "\t", "\\t"),
+        ("a.csv", "\t", None),
+        ("a.tsv", ",", None),
+    ],
+)
+def test_separators(folder: Path, name: str, between: str, separator: str | None):
+    (folder / name).write_text(f"filepath{between}title\nimages/0.png{between}a b\n")
+    assert open_pairs(str(folder / name), separator=separator)[0].caption == "a b"
+    with pytest.raises(UsageError, match=r"has no image column .*; its columns are 'filepath.*tit"):
+        open_pairs(str(folder / name), separator="|")
+    with pytest.raises(UsageError, match="--csv-separator '::': expected one character"):
+        open_pairs(str(folder / name), separator="::")
+
+
+def save(folder: Path, columns: dict[str, Any], *, shards: int = 1, rows_at_once: int = 2) -> Path:
+    """Write a folder like `save_to_disk`: Arrow streams of record batches, and their list."""
+    folder.mkdir(parents=True)
+    table = pa.table(columns)
+    names = [f"data-{i:05d}-of-{shards:05d}.arrow" for i in range(shards)]
+    per_shard = -(-len(table) // shards)
+    for number, name in enumerate(names):
+        part = table.slice(number * per_shard, per_shard)
+        with pa.ipc.new_stream(folder / name, table.schema) as stream:
+            stream.write_table(part, max_chunksize=rows_at_once)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_a_folder_that_datasets_saved(tmp_path: Path, shards: int):
+    images = [{"bytes": png(i), "path": None} for i in range(5)]
+    folder = save(tmp_path / "set", {"image": images, "text": CAPTIONS}, shards=shards)
+    (folder / "cache-0123.arrow").write_bytes(b"a result of map")
+    pairs = open_pairs(str(folder))
     check(pairs)
-    assert pairs.damage[0].endswith("1 line left out, the first is line 6: no JSON object")
+    assert pairs[0].key == f"data-00000-of-{shards:05d}.arrow:row 1"
+    assert len(pickle.dumps(pairs)) < 2_000 * shards  # what a worker is sent: the file is mapped
+    check(pickle.loads(pickle.dumps(pairs)))
+    check(open_pairs(f"{folder}/data-*.arrow"))
+    next(folder.glob("data-00000-of-*")).unlink()
+    if shards > 1:
+        with pytest.raises(UsageError, match="has 2 of the 3 files saved"):
+            open_pairs(str(folder))
+
+
+def test_what_datasets_itself_writes(tmp_path: Path):
+    datasets = pytest.importorskip("datasets")
+    rows = {
+        "picture": [Image.new("RGB", (4, 3), (i, 0, 0)) for i in range(5)],
+        "label": [0, 1, 0, 1, 0],
+        "words": CAPTIONS,
+    }
+    features = datasets.Features(
+        picture=datasets.Image(),
+        label=datasets.ClassLabel(names=["a", "b"]),
+        words=datasets.Value("string"),
+    )
+    made = datasets.Dataset.from_dict(rows, features=features)
+    made.save_to_disk(tmp_path / "one", num_shards=2)
+    columns = {"image_column": "picture", "caption_column": "words"}
+    check(open_pairs(str(tmp_path / "one"), **columns))
+    selected = made.select([4, 3, 0]).sort("words")  # an order that is not the file's
+    datasets.DatasetDict(train=selected, test=made).save_to_disk(tmp_path / "splits")
+    train = open_pairs(str(tmp_path / "splits" / "train"), **columns)
+    assert [train[i].caption for i in range(3)] == sorted(CAPTIONS[i] for i in (4, 3, 0))
+    check(open_pairs(str(tmp_path / "splits" / "test"), **columns))
+    with pytest.raises(UsageError, match=r"caption is not text"):
+        open_pairs(str(tmp_path / "one"), image_column="picture", caption_column="label")

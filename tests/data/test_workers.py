@@ -17,16 +17,17 @@ import torch
 
 from megabatch.data import workers
 from megabatch.data.workers import WorkerLoader, begin_worker
+from megabatch.errors import UsageError
 
 
-def loader(*seconds: float, timeout: float) -> WorkerLoader[int]:
-    """Number i comes after `seconds[i]`."""
+def slow(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
 
-    def slow(index: int) -> int:
-        time.sleep(seconds[index])
-        return index
 
-    return WorkerLoader(slow, range(len(seconds)), workers=1, prefetch=2, timeout=timeout)
+def loader(timeout: float) -> WorkerLoader[float, float]:
+    """Numbers come after as many seconds."""
+    return WorkerLoader(slow, workers=1, prefetch=2, timeout=timeout)
 
 
 @pytest.fixture(autouse=True)
@@ -35,8 +36,8 @@ def _checking_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_process_that_died_while_nothing_came_is_noticed() -> None:
-    numbers = loader(100, 100, timeout=600)
-    coming = numbers.run()
+    numbers = loader(timeout=600)
+    coming = numbers.run([100, 100])
     for process in numbers.loader._iterator._workers:  # type: ignore[union-attr]
         os.kill(process.pid, signal.SIGKILL)
         process.join()  # which takes the exit status that DataLoader would ask for
@@ -47,31 +48,29 @@ def test_a_process_that_died_while_nothing_came_is_noticed() -> None:
 
 
 def test_what_takes_longer_than_a_look_comes() -> None:
-    numbers = loader(0.5, 0, 0.4, timeout=600)
-    assert [list(numbers.run()) for _ in range(2)] == [[0, 1, 2]] * 2
+    for timeout in (0, 600):
+        numbers = loader(timeout)
+        for items in ([0.5, 0, 0.4], [0.1, 0]):
+            assert list(numbers.run(items)) == items
 
 
 @pytest.mark.usefixtures("short_wait")
 def test_patience_ends() -> None:
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="timed out"):
-        list(loader(0, 100, timeout=0.9).run())
+    with pytest.raises(UsageError, match=r"no sample for 0\.9 s: one hangs"):
+        list(loader(timeout=0.9).run([0, 100]))
     assert time.monotonic() - start >= 0.9
 
 
 @pytest.mark.usefixtures("short_wait")
 def test_a_hanging_process_does_not_keep_whoever_stops() -> None:
     stop = threading.Event()
-    coming = loader(0, 100, timeout=600).run(stop)
+    coming = loader(timeout=600).run([0, 100], stop)
     assert next(coming) == 0
     threading.Timer(0.1, stop.set).start()
     start = time.monotonic()
     assert list(coming) == []
     assert time.monotonic() - start < 60
-
-
-def test_without_an_end_to_patience() -> None:
-    assert list(loader(0, 0.5, timeout=0).run()) == [0, 1]
 
 
 def grown(begin: Callable[[int], None], answer: Connection) -> None:

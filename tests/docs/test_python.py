@@ -32,7 +32,7 @@ ELSEWHERE = {
     "README.md": "tests/test_readme.py",
     "docs/distributed.md": "tests/test_distributed_docs.py",
     "docs/evaluation.md": "tests/evaluation/test_docs.py",
-    "docs/export.md": "tests/export/test_docs.py",
+    "docs/export.md": "tests/export/test_run.py",
     "docs/integrations/any-loop.md": "tests/test_distributed_docs.py",
     "docs/losses.md": "tests/losses/test_docs.py",
     "docs/new-loss.md": "tests/losses/test_docs.py",

@@ -3,7 +3,7 @@
 Commands are read by the parsers of the programs themselves (megabatch, torchrun, benchmarks and
 tools, OpenCLIP's trainer) and do not run: they train for hours, on several GPUs or on data that is
 not here. Those of docs/evaluation.md, docs/export.md and docs/recipes.md also run, at small size,
-in tests/evaluation/test_docs.py, tests/export/test_docs.py and tests/training/test_own_parts.py.
+in tests/evaluation/test_docs.py, tests/export/test_run.py and tests/training/test_own_parts.py.
 """
 
 from __future__ import annotations

@@ -46,12 +46,7 @@ def test_a_device_is_chosen_for_each_process(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert choose_device("auto") == "cpu"
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    for local_rank, device in (("1", "cuda:1"), ("6", "cuda:2")):
-        monkeypatch.setenv("LOCAL_RANK", local_rank)
-        assert choose_device("auto") == device
-    assert choose_device("cpu") == "cpu"
-    assert choose_device("cuda", several=True) == "cuda:2"
-    with pytest.raises(UsageError, match="--device cuda:1: expected auto, cpu or cuda: each"):
-        choose_device("cuda:1", several=True)
-    with pytest.raises(UsageError, match="--device cuda:9: this machine has 4 CUDA devices"):
-        choose_device("cuda:9")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert choose_device("auto") == "cuda"  # the current one
+    assert choose_device("auto", several=True) == "cuda:2"
+    assert choose_device("cpu", several=True) == "cpu"

@@ -25,23 +25,16 @@ from tests.evaluation.material import (
     image_folder,
 )
 from tests.evaluation.page import Page
+from tests.evaluation.test_retrieval import by_rights
 
 TEMPLATES = "{}\na {}\n"
 
 
-def dense_recalls(scores: Tensor, right: Tensor) -> dict[str, float]:
-    """Recall@k and median rank from the whole matrix, one query at a time."""
-    ranks = []
-    for row, columns in zip(scores.tolist(), right.tolist(), strict=True):
-        best = max(s for s, ok in zip(row, columns, strict=True) if ok)
-        wrong = [s for s, ok in zip(row, columns, strict=True) if not ok]
-        ranks.append(1 + sum(s > best for s in wrong))
-    ranks = torch.tensor(ranks, dtype=torch.float64)
-    return {
-        **{f"recall@{k}": float((ranks <= k).double().mean()) for k in (1, 5, 10)},
-        "median_rank": float(ranks.quantile(0.5)),
-        "queries": len(ranks),
-    }
+def by_the_whole_matrix(first: Tensor, second: Tensor, right: Tensor) -> dict[str, float]:
+    rights, back = ([row.nonzero().flatten().tolist() for row in r] for r in (right, right.T))
+    found = by_rights(first, second, rights, back, [1, 5, 10])
+    ways = {"x_to_y": "image_to_text", "y_to_x": "text_to_image"}
+    return {f"{ways[key[:6]]}{key[6:]}": value for key, value in found.items()}
 
 
 def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_path: Path) -> None:
@@ -57,13 +50,8 @@ def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_pa
     images = image_features(encoder, [data[i].image for i in range(n)])
     texts = encoder.texts([text for of_image in captions(n) for text in of_image])
     assert len({text for of_image in captions(n) for text in of_image}) == len(owners)
-    scores, right = images @ texts.T, torch.arange(n)[:, None] == owners
-    for way, expected in (
-        ("image_to_text", dense_recalls(scores, right)),
-        ("text_to_image", dense_recalls(scores.T, right.T)),
-    ):
-        got = {key: task["model"][f"{way}/{key}"] for key in expected}
-        assert got == pytest.approx(expected, abs=1e-9)
+    expected = by_the_whole_matrix(images, texts, torch.arange(n)[:, None] == owners)
+    assert task["model"] == pytest.approx(expected, abs=1e-9)
     assert task["model"]["text_to_image/queries"] == len(owners)
     assert "each of them is right for its own image" in (run / "report.html").read_text()
 
@@ -203,14 +191,9 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
     assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 15, {})
     encoder = Encoder(towers)
     first = image_features(encoder, [f"question {i}" for i in range(12)])
-    scores = first @ encoder.texts([f"answer {i}" for i in range(15)]).T
     right = torch.tensor([[(i, j) in ASKED for j in range(15)] for i in range(12)])
-    for way, expected in (
-        ("image_to_text", dense_recalls(scores, right)),
-        ("text_to_image", dense_recalls(scores.T, right.T)),
-    ):
-        got = {key: task["model"][f"{way}/{key}"] for key in expected}
-        assert got == pytest.approx(expected)
+    second = encoder.texts([f"answer {i}" for i in range(15)])
+    assert task["model"] == pytest.approx(by_the_whole_matrix(first, second, right))
     page = Page((run / "report.html").read_text())
     assert "some texts.csv, first → second: 12 among 15" in page.text
     assert "First → second" in page.text

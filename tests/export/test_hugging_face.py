@@ -1,4 +1,4 @@
-"""Models and text encoders as transformers loads them."""
+"""Models as transformers loads them, and retrievers as sentence-transformers does."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.export import export_run
-from megabatch.models import create
+from megabatch.models import Towers, create
 from megabatch.models.hf_images import KINDS
 from megabatch.models.padding import pool
-from tests.export.runs import pictures, reports, write_run
+from tests.export.runs import change_json, pictures, reports, write_run
 from tests.models.tiny_bert import save_tiny_bert
 from tests.models.tiny_clip import save_tiny_clip
 
@@ -58,14 +58,6 @@ def test_transformers_gives_the_runs_embeddings(tmp_path: Path, kind: str) -> No
     torch.testing.assert_close(again.module.state_dict(), towers.module.state_dict())
 
 
-def test_a_bias_that_the_model_cannot_have_is_told(tmp_path: Path) -> None:
-    clip = save_tiny_clip(tmp_path / "clip", "clip")
-    towers = write_run(tmp_path / "run", f"hf:{clip}", loss="siglip")
-    [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out")
-    bias = towers.module.get_parameter("logit_bias").item()
-    assert note.startswith(f"CLIPModel has no logit bias: the run's, {bias:.4g}, is left out")
-
-
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
 def test_a_text_encoder_loads_with_its_tokenizer(tmp_path: Path, pooling: Any) -> None:
     bert = save_tiny_bert(tmp_path / "bert")
@@ -85,3 +77,67 @@ def test_a_text_encoder_loads_with_its_tokenizer(tmp_path: Path, pooling: Any) -
         states = model(**inputs).last_hidden_state
         expected = towers.module.encode_text(towers.tokenizer(TEXTS), normalize=True)
     assert_equal(F.normalize(pool(states, inputs["attention_mask"], pooling)), expected)
+
+
+# --- sentence-transformers ------------------------------------------------------------------------
+
+# Of several lengths in a batch; the last is longer than the context.
+SENTENCES = ["a b c", "d", "e f unknown words", "a b c d e f g h a b c d e f"]
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    return save_tiny_bert(tmp_path / "bert")
+
+
+def ours(towers: Towers, texts: list[str] = SENTENCES) -> tuple[Tensor, Tensor]:
+    """Embeddings of first and second texts."""
+    tokens = towers.tokenizer(texts)
+    with torch.no_grad():
+        outputs = towers.module(tokens, tokens)
+    return outputs["image_features"], outputs["text_features"]
+
+
+def sentence_model(folder: Path) -> Any:
+    library = pytest.importorskip("sentence_transformers", minversion="5.4")
+    return library.SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_encode_gives_the_runs_embeddings(bert: Path, tmp_path: Path, pooling: str) -> None:
+    settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
+    towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
+    assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
+    with reports() as logged:
+        model = sentence_model(tmp_path / "out")
+    assert not logged  # no pooler is missing
+    _, expected = ours(towers)
+    assert_equal(torch.tensor(model.encode(SENTENCES)), expected)
+    for text, one in zip(SENTENCES, expected, strict=True):  # without any padding
+        assert_equal(torch.tensor(model.encode(text)), one)
+    assert (model.similarity_fn_name, model.max_seq_length) == ("cosine", 6)
+
+
+def test_two_encoders_become_two_models(bert: Path, tmp_path: Path) -> None:
+    towers = write_run(tmp_path / "run", f"hf:{bert}", hf_share=False, hf_pooling="cls")
+    [note] = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
+    assert note.startswith("there are two models, in its folders query and document")
+    for side, expected in zip(("query", "document"), ours(towers), strict=True):
+        model = sentence_model(tmp_path / "out" / side)
+        assert_equal(torch.tensor(model.encode(SENTENCES)), expected)
+
+
+def test_weights_are_float32_though_the_folder_had_less(bert: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
+    towers = write_run(tmp_path / "run", f"hf:{bert}")
+    export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
+    model = sentence_model(tmp_path / "out")
+    assert_equal(torch.tensor(model.encode(SENTENCES)), ours(towers)[1])
+
+
+def test_padding_that_may_count_is_told(bert: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "run", f"hf:{bert}")
+    change_json(bert / "tokenizer_config.json", padding_side="left")
+    [note] = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
+    assert "may depend on padding: the run padded texts to 12 tokens" in note

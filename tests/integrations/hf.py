@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import InfoNCELoss
+from tests.integrations.training import weights_of
 from tests.models.tiny_clip import tiny_model
 
 transformers = pytest.importorskip("transformers")
@@ -130,21 +131,6 @@ class Plain(InOrder, transformers.Trainer):  # type: ignore[name-defined, misc]
 
 class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]
     """A user's own Trainer with the mixin."""
-
-
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    whole = {
-        name: getattr(p, "full_tensor", lambda p=p: p)() for name, p in model.named_parameters()
-    }
-    return {name: weight.detach().clone() for name, weight in whole.items()}
-
-
-def assert_weights_equal(found: nn.Module, expected: nn.Module, before: dict[str, Tensor]) -> None:
-    other, moved = weights_of(expected), 0.0
-    for name, value in weights_of(found).items():
-        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
-        moved = max(moved, (value - before[name]).abs().max().item())
-    assert moved > 1e-2
 
 
 def with_adapters(model: Any, towers: str | None) -> Any:

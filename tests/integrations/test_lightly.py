@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megabatch.similarity import set_workspace
 from tests.losses.reference import assert_equal, leaves
 from tests.losses.test_everywhere import Largest
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World
 
 lightly = pytest.importorskip("lightly.loss")
 ours = pytest.importorskip("megabatch.integrations.lightly")
@@ -107,20 +107,6 @@ def test_gradient_caching_fills_a_memory_bank_once_per_step() -> None:
         tower.zero_grad()
 
 
-@pytest.mark.filterwarnings("ignore:Memory bank size")  # before 1.6 the first batch gives the width
-@pytest.mark.parametrize("size", [5, -1, (5, -1), (0, 4), 0])
-def test_sizes_of_a_memory_bank_are_those_of_lightly(size: Any) -> None:
-    def outcome(module: Any) -> tuple[Any, ...]:
-        try:
-            loss = module.NTXentLoss(memory_bank_size=size)
-        except ValueError as error:
-            return (str(error),)
-        loss(*(x.float().requires_grad_() for x in views(3, 4)))
-        return loss.memory_bank.size, loss.memory_bank.bank.shape
-
-    assert outcome(ours) == outcome(lightly)
-
-
 # --- several processes ----------------------------------------------------------------------------
 
 
@@ -149,8 +135,7 @@ def after_training(loss: nn.Module, world: World) -> list[Tensor]:
     return [*losses, *model.parameters()]
 
 
-@on_processes(2)
-def test_two_processes_train_what_lightly_trains(world: World) -> None:
+def on_two_trains_what_lightly_trains(world: World) -> None:
     for name, arguments in IN_PROCESSES:
         torch.manual_seed(world.rank)  # each has a memory bank of its own
         mine, own = (getattr(module, name)(**arguments).double() for module in (ours, lightly))
@@ -164,8 +149,7 @@ def test_two_processes_train_what_lightly_trains(world: World) -> None:
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10, msg=message)
 
 
-@on_processes(2)
-def test_processes_with_different_numbers_of_views(world: World) -> None:
+def on_two_different_numbers_of_views(world: World) -> None:
     """lightly needs equal numbers; here the loss is that of the whole batch."""
     whole = [x.requires_grad_() for x in views(7, 4)]
     shards = [world.shard(x.detach(), [5, 2]).requires_grad_() for x in whole]

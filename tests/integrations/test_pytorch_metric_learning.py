@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from megabatch.losses import SincereLoss
 from megabatch.similarity import set_workspace
-from tests.losses.reference import assert_equal, leaves
+from tests.losses.reference import assert_equal
 from tests.losses.test_everywhere import Largest
-from tests.similarity.distributed.processes import World, on_processes
+from tests.similarity.distributed.processes import World
 
 library = pytest.importorskip("pytorch_metric_learning")
 ours = pytest.importorskip("megabatch.integrations.pytorch_metric_learning")
@@ -114,14 +113,6 @@ def test_reducers(name: str, reducer: str) -> None:
 
 
 @NAMES
-def test_all_losses_without_reduction(name: str) -> None:
-    mine, own = both(name, reducer=reducers.DoNothingReducer())
-    a, b = (loss(rows(13), LABELS)["loss"] for loss in (mine, own))
-    assert a["reduction_type"] == b["reduction_type"]
-    torch.testing.assert_close(a["losses"].sort().values, b["losses"].sort().values)
-
-
-@NAMES
 def test_a_regularizer(name: str) -> None:
     mine, own = both(
         name, embedding_regularizer=regularizers.LpRegularizer(), embedding_reg_weight=0.3
@@ -177,23 +168,7 @@ def test_listed_pairs_give_the_librarys_own_loss(name: str) -> None:
     assert_equal(f, g, rows(13))
 
 
-@NAMES
-def test_weights_after_training(name: str) -> None:
-    trained = []
-    for loss in both(name):
-        torch.manual_seed(0)
-        model = nn.Linear(5, D).double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(5):
-            optimizer.zero_grad()
-            loss(model(torch.randn(20, 5).double()), torch.randint(6, (20,))).backward()
-            optimizer.step()
-        trained.append(list(model.parameters()))
-    torch.testing.assert_close(*trained, rtol=0, atol=1e-10)
-
-
-@on_processes(2)
-def test_the_distributed_wrapper_trains_as_with_the_librarys_loss(world: World) -> None:
+def on_two_the_distributed_wrapper(world: World) -> None:
     from pytorch_metric_learning.utils.distributed import DistributedLossWrapper
 
     for name, efficient in (("SupConLoss", False), ("NTXentLoss", False), ("NTXentLoss", True)):
@@ -232,13 +207,6 @@ def test_half_precision_gives_a_float32_loss(name: str) -> None:
     assert value.dtype == torch.float32
     assert x.grad.dtype == torch.bfloat16
     torch.testing.assert_close(value.double(), own(x.double(), LABELS), rtol=0.01, atol=0.01)
-
-
-def test_it_is_sincere() -> None:
-    (x,) = leaves(rows(13))
-    labels = LABELS.abs()
-    sincere = SincereLoss(0.07, average="pairs", normalize=True)
-    torch.testing.assert_close(ours.NTXentLoss()(x, labels), sincere(x, labels))
 
 
 @NAMES

@@ -25,8 +25,9 @@ from tests.integrations.sentence_encoders import (
     static,
     without_dropout,
 )
-from tests.integrations.two_processes import failures
+from tests.integrations.training import weights_of
 from tests.models.tiny_bert import save_tiny_bert
+from tests.similarity.distributed.processes import World
 
 datasets: Any = pytest.importorskip("datasets")
 transformers: Any = pytest.importorskip("transformers")
@@ -39,10 +40,6 @@ from megabatch.integrations.sentence_transformers import (  # noqa: E402
 )
 
 SAMPLES = 16
-
-
-def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def texts(columns: int) -> Any:
@@ -194,10 +191,10 @@ def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -
 # --- two ranks ------------------------------------------------------------------------------------
 
 
-def on_two_trains_as_the_librarys_do() -> None:
+def on_two_trains_as_the_librarys_do(world: World) -> None:
     """Both losses on the ranks of one DistributedDataParallel model, gathering and not."""
     with tempfile.TemporaryDirectory() as own:
-        if dist.get_rank() == 0:  # transformers writes nothing on other ranks
+        if world.rank == 0:  # transformers writes nothing on other ranks
             save_tiny_bert(Path(own, "bert"))
         shared = [own]
         dist.broadcast_object_list(shared)
@@ -220,7 +217,7 @@ def on_two_trains_as_the_librarys_do() -> None:
         dist.barrier()
 
 
-def on_two_shards_of_different_sizes() -> None:
+def on_two_shards_of_different_sizes(world: World) -> None:
     """The mean over ranks is the library's loss of the whole batch; all queries count alike."""
     settings: dict[str, Any] = {
         "directions": EVERY_DIRECTION,
@@ -231,17 +228,10 @@ def on_two_shards_of_different_sizes() -> None:
     expected, *gradients = loss_and_gradients(
         losses.MultipleNegativesRankingLoss(nn.Module(), **settings), batch
     )
-    own = slice(0, 3) if dist.get_rank() == 0 else slice(3, 8)
+    own = slice(0, 3) if world.rank == 0 else slice(3, 8)
     loss = UncachedMegabatchRankingLoss(nn.Module(), gather_across_devices=True, **settings)
     found, *own_gradients = loss_and_gradients(loss, [column[own] for column in batch])
     dist.all_reduce(found)
     torch.testing.assert_close(found / 2, expected)
     for column, gradient in zip(own_gradients, gradients, strict=True):
         torch.testing.assert_close(column / 2, gradient[own])
-
-
-@pytest.mark.concurrency
-def test_on_two_processes(tmp_path: Path) -> None:
-    checks = [on_two_trains_as_the_librarys_do, on_two_shards_of_different_sizes]
-    found = failures(checks, ("sentence_transformers", "datasets"), tmp_path)
-    assert not found, "\n".join(found)

@@ -1,10 +1,9 @@
-"""Hugging Face's Trainer and Accelerate train as without megabatch, on one process.
-
-Those of two processes are in test_transformers_on_ranks.py.
-"""
+"""Hugging Face's Trainer and Accelerate train as without megabatch, on one process and on two."""
 
 from __future__ import annotations
 
+import runpy
+import tempfile
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss, InfoNCELoss
@@ -29,11 +28,13 @@ from megabatch.integrations.transformers import (  # noqa: E402
     _refuse,
     own_loss,
 )
+from tests.docs.pages import ROOT  # noqa: E402
 from tests.integrations.hf import (  # noqa: E402
+    BATCH,
     Cached,
     Plain,
+    accelerated,
     arguments,
-    assert_weights_equal,
     bert,
     collate,
     collate_pairs,
@@ -43,9 +44,18 @@ from tests.integrations.hf import (  # noqa: E402
     rows_of,
     text_pairs,
     texts,
-    weights_of,
     with_adapters,
 )
+from tests.integrations.training import (  # noqa: E402
+    assert_weights_equal,
+    descend,
+    weights_of,
+)
+from tests.similarity.distributed.processes import World  # noqa: E402
+
+EXAMPLE = str(ROOT / "examples" / "digit_halves" / "hf_trainer.py")
+#: Trainers make their output folder, in which nothing is written here.
+NOWHERE = Path(tempfile.gettempdir()) / "megabatch-tests"
 
 
 def losses_logged(trainer: Any) -> list[float]:
@@ -278,3 +288,73 @@ def test_refuses_batches(tmp_path: Path) -> None:
     refuse_batch(pairs, both, "loss_inputs: ids is not in the batch, which has query, passage")
     no_pooling = made(tmp_path, bert(), loss=InfoNCELoss(temperature=0.1))
     refuse_batch(no_pooling, both, "got last_hidden_state, pooler_output and pooling=None")
+
+
+# --- two processes, see test_two_processes.py -----------------------------------------------------
+
+
+def slices(batch: dict[str, Tensor], i: int) -> dict[str, Tensor]:
+    return {name: value[2 * BATCH * i :][: 2 * BATCH] for name, value in batch.items()}
+
+
+def on_two_the_models_own_loss_under_ddp(_: World) -> None:
+    """Weights and logged losses are those of one process with the batches of both."""
+    batch = images_and_texts(8 * BATCH)
+    for kind, towers in (("clip", None), ("clip", "text"), ("siglip", None)):
+        model, expected = (with_adapters(model_of(kind), towers) for _ in range(2))
+        before = weights_of(model)
+        data = rows_of(batch)
+        trainer = Cached(
+            model, arguments(NOWHERE), data_collator=collate, train_dataset=data,
+            eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
+        )  # fmt: skip
+        trainer.train()
+        assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
+        descend(
+            expected, lambda i, m=expected: m(**slices(batch, i), return_loss=True).loss, 0.3, 0.5
+        )
+        assert_weights_equal(model, expected, before)
+        with torch.no_grad():
+            loss = expected(**slices(batch, 0), return_loss=True).loss
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    trainer.compute_metrics = runpy.run_path(EXAMPLE)["recall"]  # gets the features of both
+    assert trainer.evaluate()["eval_x_to_y/queries"] == 2 * BATCH
+
+
+def on_two_a_loop_with_accelerate(_: World) -> None:
+    model, before = accelerated(True, batches=8)
+    batch, expected = images_and_texts(8 * BATCH), model_of("siglip")
+    descend(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 0.3, 0.5)
+    assert_weights_equal(model, expected, before)
+
+
+def set_cpu(state: Any) -> None:
+    state.device = torch.device("cpu")
+
+
+def on_two_the_trainers_fsdp2(_: World) -> None:
+    """Accelerate offers FSDP2 on GPUs only; a patch makes it accept the CPU."""
+    if not hasattr(accelerate.utils.FullyShardedDataParallelPlugin, "fsdp_version"):
+        return  # before Accelerate 1.6
+    backend = "gloo", accelerate.utils.DistributedType.MULTI_GPU
+    state = accelerate.PartialState
+    with (
+        mock.patch.object(state, "_prepare_backend", return_value=backend),
+        mock.patch.object(state, "set_device", set_cpu),
+    ):
+        layers = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["SiglipEncoderLayer"]}
+        options = arguments(NOWHERE, fsdp=True, fsdp_config=layers)
+        batch, model, expected = images_and_texts(8 * BATCH), model_of("siglip"), model_of("siglip")
+        before, data = weights_of(model), rows_of(batch)
+        trainer = Cached(
+            model, options, data_collator=collate, train_dataset=data,
+            eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
+        )  # fmt: skip
+        assert trainer.accelerator.state.fsdp_plugin.fsdp_version == 2  # which 1 is refused by
+        trainer.train()
+        assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        descend(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 0.3, 0.5)
+        loss = expected(**slices(batch, 0), return_loss=True).loss
+        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    model.reshard()
+    assert_weights_equal(model, expected, before)

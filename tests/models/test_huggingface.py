@@ -13,15 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megabatch.config.objective import create_objective
-from megabatch.data import Batch
 from megabatch.errors import UsageError
-from megabatch.gradient_cache import GradientCache
-from megabatch.losses import ClipLoss
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.layers import lock, locked_towers
-from megabatch.training import TrainConfig
-from megabatch.training.encoders import CachedStep
+from megabatch.models.padding import pool
+from megabatch.models.towers import lock, locked_towers
 from tests.export.runs import reports
 from tests.models.tiny_bert import save_tiny_bert
 from tests.own_parts import writing_when_imported
@@ -53,6 +48,8 @@ def test_both_texts_go_the_same_way(folder: Path) -> None:
     assert outputs["logit_scale"].item() == pytest.approx(20)
     assert towers.lengths.keys() == {"image", "text"}
     assert torch.equal(towers.train_transform.texts(["a b c", "d"]), first)  # type: ignore[attr-defined]
+    outputs["image_features"].sum().mul(outputs["logit_scale"]).backward()
+    assert all(p.grad is not None for p in towers.module.parameters())  # DDP would wait for them
     for part in (towers.train_transform, towers.tokenizer):
         pickle.loads(pickle.dumps(part))
 
@@ -65,6 +62,9 @@ def test_pooling_is_what_it_says_and_knows_no_padding(folder: Path, pooling: str
     states: Tensor = encoder(input_ids=tokens[:, :5]).last_hidden_state  # without the padding
     expected = {"mean": states.mean(1), "cls": states[:, 0], "last": states[:, 4]}[pooling]
     torch.testing.assert_close(towers.module.encode_text(tokens), expected)
+    before = torch.cat([torch.zeros_like(states), states], dim=1)  # padding before the text
+    mask = torch.arange(10).unsqueeze(0) >= 5
+    torch.testing.assert_close(pool(before, mask, pooling), expected)  # type: ignore[arg-type]
     assert towers.module.encode_text(torch.zeros_like(tokens)).isfinite().all()  # padding alone
 
 
@@ -96,18 +96,6 @@ def test_the_pooling_of_a_folder_of_sentence_transformers(
         made(folder)
 
 
-@pytest.mark.parametrize(("pooling", "position"), [("cls", 7), ("last", -1)])
-def test_the_token_is_found_where_padding_comes_first(
-    folder: Path, pooling: str, position: int
-) -> None:
-    towers = made(folder, hf_pooling=pooling)
-    tokens = towers.tokenizer("a b c").roll(7, dims=1)
-    assert (tokens != 0).nonzero()[:, 1].tolist() == [7, 8, 9, 10, 11]
-    mask = (tokens != 0).long()
-    states = towers.module.visual.encoder(input_ids=tokens, attention_mask=mask).last_hidden_state
-    torch.testing.assert_close(towers.module.encode_text(tokens), states[:, position])
-
-
 def test_one_encoder_or_two(folder: Path) -> None:
     one, two = made(folder).module, made(folder, hf_share=False).module
     counts = [sum(p.numel() for p in module.parameters()) - 1 for module in (one, two)]
@@ -119,34 +107,6 @@ def test_one_encoder_or_two(folder: Path) -> None:
     lock(two, "image")
     lock(two, "text")
     assert locked_towers(two) == {"image", "text"}
-
-
-def test_every_parameter_gets_the_gradient_of_the_whole_batch(folder: Path) -> None:
-    towers = made(folder)
-    module = towers.module
-    texts = towers.tokenizer(["a", "b c", "d e f", "g", "h a b"])
-    others = towers.tokenizer(["h", "g", "f e", "d c", "b"])
-    ClipLoss()(**module(texts, others)).backward()
-    expected = {name: p.grad for name, p in module.named_parameters()}
-    assert all(gradient is not None for gradient in expected.values())
-    module.zero_grad()
-    GradientCache(module, ClipLoss(), 2)(texts, others).backward()
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4, msg=name)
-
-
-def test_a_locked_first_encoder_runs_once(folder: Path) -> None:
-    towers = made(folder, hf_share=False)
-    lock(towers.module, "image")
-    calls = []
-    for side in ("visual", "text"):
-        getattr(towers.module, side).register_forward_pre_hook(
-            lambda *_, side=side: calls.append(side)
-        )
-    texts = towers.tokenizer(["a", "b", "c", "d"])
-    step = CachedStep(towers.module, create_objective(TrainConfig()), 2, device=torch.device("cpu"))
-    step(Batch(texts, texts, torch.arange(4))).backward()
-    assert calls == ["visual"] * 2 + ["text"] * 4
 
 
 def test_weights_come_from_a_run_the_folder_or_chance(folder: Path, tmp_path: Path) -> None:

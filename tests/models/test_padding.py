@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megabatch.models import create
 from megabatch.models.glyph import LENGTHS, HashingTokenizer, TextFeatureTower
 from megabatch.models.huggingface import TextEncoder
+from megabatch.models.openclip import accept_short_texts
 from megabatch.models.padding import (
     MASKED_KINDS,
     Lengths,
@@ -23,7 +24,6 @@ from megabatch.models.padding import (
     up_to_largest,
     without_padding,
 )
-from megabatch.models.short_texts import accept_short_texts
 from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.models.tiny_clip import save_tiny_clip
 

@@ -17,12 +17,11 @@ def test_micro_batches_are_those_of_a_run():
             texts = SortedByLength(tokens, torch.tensor(sample).clamp(max=context))
             parts = [one.of("text") for one in divided(8, -(-8 // count), {"text": texts})]
             run = [texts.take(part).numel() for part in parts]
-            mean, most, longest = lengths.widths("text", context, 8, count)
+            mean, most = lengths.widths("text", context, 8, count)
             assert mean == sum(run) / 8
             assert most == max(mean, max(run) / -(-8 // count))
-            assert longest == texts.take(parts[0]).shape[1]
             assert lengths.longer("text", context, 8, count) == texts.longer(count)
-    assert lengths.widths("image", 77, rows=4, count=2) == Widths(77, 77, 77)
+    assert lengths.widths("image", 77, rows=4, count=2) == Widths(77, 77)
     assert lengths.range("text", 77) == (8, 32)
     assert lengths.range("image", 50) == (50, 50)
 
@@ -30,8 +29,8 @@ def test_micro_batches_are_those_of_a_run():
 def test_a_sample_stands_for_a_batch_of_any_size():
     lengths = TextLengths({"text": [40] + [10] * 9})
     tokens = 3 * 49 * 40 + (6 * 122 + 121) * 16
-    assert lengths.widths("text", 77, rows=1000, count=10) == Widths(tokens / 1000, 19.6, 40)
-    assert lengths.widths("text", 77, rows=10**9, count=1) == Widths(40, 40, 40)
+    assert lengths.widths("text", 77, rows=1000, count=10) == Widths(tokens / 1000, 19.6)
+    assert lengths.widths("text", 77, rows=10**9, count=1) == Widths(40, 40)
 
 
 def test_a_single_length_is_that_of_all_texts():

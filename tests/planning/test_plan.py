@@ -9,15 +9,13 @@ from PIL import Image
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.layers import lock
-from megabatch.planning import Machine, make_plan, to_json
+from megabatch.models.towers import lock
+from megabatch.planning import Machine, make_plan
 from megabatch.planning.machine import other_machine
 from megabatch.planning.memory import state_bytes
 from megabatch.planning.micro_batches import TextLengths
 from megabatch.planning.plan import (
     PHASES,
-    SORTED,
-    TRIMMED,
     Planner,
     graph_bytes,
     largest_of_fastest,
@@ -80,8 +78,7 @@ def test_the_peak_of_a_real_step(pairs, micro_batch_size, precision, kept, least
     plan = make_plan(config, towers, CPU)
     trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
     if kept:
-        waiting = part(plan, "kept activations")
-        assert (waiting["loss"], waiting["second pass"]) == (kept * graph, (kept - 1) * graph)
+        assert (plan.kept, part(plan, "activations")["loss"]) == (kept, kept * graph)
         trainer.division.kept = kept
     images, texts = torch.zeros(pairs, 1, 32, 32, dtype=torch.uint8), torch.ones(pairs, 64).long()
     compare(plan, trainer, Batch(images, texts, torch.arange(pairs)), least, most)
@@ -95,13 +92,13 @@ def test_the_peak_of_a_real_step_with_trimmed_texts():
     texts[:, 0], texts[:, 1] = 49406, 49407  # begin and end, so that two tokens count
     images = torch.zeros(256, *towers.train_transform(Image.new("RGB", (32, 32))).shape).byte()
     short = make_plan(config, towers, CPU, lengths=texts_of(2))
-    assert short.notes == (SORTED.format("8 tokens", 8),)
+    assert short.notes == ("texts in order of length are cut to 8 tokens on average",)
     assert short.peak < whole.peak
     padded = make_plan(replace(config, trim_texts=False), towers, CPU, lengths=texts_of(2))
     assert padded.notes == ()
     assert padded.peak == whole.peak
     keeping = replace(config, activation_memory="1TiB")
-    waiting = part(make_plan(keeping, towers, CPU, lengths=texts_of(2)), "kept activations")
+    waiting = part(make_plan(keeping, towers, CPU, lengths=texts_of(2)), "activations")
     graph = waiting["loss"] // 4
     config = replace(config, activation_memory=str(3 * graph))
     plan = make_plan(config, towers, CPU, lengths=texts_of(2))
@@ -114,11 +111,10 @@ def test_a_gpu_keeps_what_fits(glyph):
     config = replace(CONFIG, global_batch_size=1024, activation_memory="auto")
     none = make_plan(replace(config, activation_memory="0"), glyph, gpus(1, 80))
     graph = graph_bytes(config, glyph, "cuda")
-    assert part(none, "kept activations") == {}
+    assert (none.kept, part(none, "activations")["loss"]) == (0, 0)
     everything = make_plan(config, glyph, gpus(1, 80))
-    assert part(everything, "kept activations")["loss"] == 16 * graph
-    ranks = make_plan(config, glyph, gpus(4, 80))
-    assert part(ranks, "kept activations")["loss"] == 3 * graph  # one synchronises
+    assert (everything.kept, part(everything, "activations")["loss"]) == (16, 16 * graph)
+    assert make_plan(config, glyph, gpus(4, 80)).kept == 3  # one synchronises
     limit = none.peak + 5 * graph
     tight = make_plan(config, glyph, Machine("cuda", 1, limit))
     assert tight.fits
@@ -235,50 +231,37 @@ def test_texts_of_several_lengths(glyph):
     """Micro-batches of equal tokens: three of 23 texts of 64 tokens, and one of 187 of 8 tokens."""
     lengths = TextLengths({"text": [64] * 64 + [5] * 192})
     tokens, largest = 3 * 23 * 64 + 187 * 8, 187 * 8 / 64
-    for kept, name, phase, mean in (
-        ("1TiB", "kept activations", "loss", tokens / 256),
-        ("0", "activations", "second pass", largest),
-    ):
+    for kept, phase, mean in (("1TiB", "loss", tokens / 256), ("0", "second pass", largest)):
         config = replace(CONFIG, activation_memory=kept)
         short, long = (make_plan(config, glyph, CPU, lengths=texts_of(n)) for n in (8, 64))
         mixed = make_plan(config, glyph, CPU, lengths=lengths)
-        assert mixed.notes == (
-            "texts in order of length are cut to 23 tokens on average, the longest to 64",
-        )
-        low, high, found = (part(plan, name)[phase] for plan in (short, long, mixed))
+        assert mixed.notes == ("texts in order of length are cut to 23 tokens on average",)
+        low, high, found = (part(plan, "activations")[phase] for plan in (short, long, mixed))
         expected = low + (high - low) * (mean - 8) / (64 - 8)
         assert found == pytest.approx(expected, rel=0.001)
 
 
 def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):
     trimmed, whole = (make_plan(replace(CONFIG, trim_texts=on), glyph, CPU) for on in (True, False))
-    assert trimmed.notes == (TRIMMED,)
+    assert trimmed.notes == (
+        "texts count with all of their tokens: at most what trimmed ones take",
+    )
     assert whole.notes == ()
     assert make_plan(CONFIG, replace(glyph, lengths={}), CPU).notes == ()
-
-
-def test_json_adds_up(glyph):
-    plan = make_plan(CONFIG, glyph, CPU)
-    data = to_json(plan)
-    assert data["fits"]
-    assert data["problem"] == ""
-    for phase, total in data["phases"].items():
-        assert total == sum(part["nbytes"].get(phase, 0) for part in data["parts"])
-    assert data["peak"] == max(data["phases"].values())
 
 
 def test_images_that_are_decoded_late_wait_as_files(glyph):
     config = replace(CONFIG, global_batch_size=1 << 20, micro_batch_size=64, decode="late")
     host = 2**32
     plan = make_plan(config, glyph, gpus(1, 80, host=host), file_bytes=200.0)
-    files, decoded = plan.host
-    assert files.nbytes == {"step": 3 * (200 + 500 + 512) << 20}  # file, objects, text
-    assert decoded.nbytes == {"step": 5 * 64 * 1024}
+    decoded, files = plan.host
+    assert files.nbytes["loss"] == 3 * (200 + 500 + 512) << 20  # file, objects, text
+    assert decoded.nbytes["loss"] == 5 * 64 * 1024
     assert plan.fits
     early = make_plan(config, glyph, gpus(1, 80, host=2**30))
     assert "--decode late would keep image files there" in early.problem
     on_cpu = make_plan(config, glyph, CPU, file_bytes=200.0)
-    assert part(on_cpu, "image files and texts")["loss"] == files.nbytes["step"]
+    assert part(on_cpu, "image files and texts")["loss"] == files.nbytes["loss"]
 
 
 def test_large_gradients_of_features_wait_on_the_host(glyph):

@@ -4,14 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from megabatch.planning.counter import Work
 
 from megabatch.config.settings import TrainConfig
-from megabatch.planning.counter import Work
 from megabatch.planning.machine import DATASHEETS, Speeds, datasheet, other_machine, speeds_of
-from megabatch.planning.memory import State
 from megabatch.planning.micro_batches import MicroBatches
 from megabatch.planning.seconds import (
+    CONVOLUTIONS,
     FUSED,
+    KERNEL,
+    PRODUCTS,
+    SEPARATE,
     loss_seconds,
     loss_transfers,
     step_seconds,
@@ -20,24 +23,14 @@ from megabatch.planning.seconds import (
 from megabatch.planning.towers import MicroBatch
 
 CONFIG = TrainConfig(global_batch_size=4096, micro_batch_size=1024)
-STATE = State(10**9, 10**9, 2 * 10**9, 0, 0, 0, 0)
 FORWARD, BACKWARD = Work(10**14, 0, 10**11, 1000), Work(2 * 10**14, 0, 2 * 10**11, 2000)
 ONE = MicroBatch(0, 1, 1, 1, FORWARD, FORWARD, BACKWARD, torch.bfloat16)
 
 
-def seconds(count=4, kept=0, config=CONFIG, gpus=1, speeds=None, pair_bytes=1000):
+def seconds(count=4, kept=0, config=CONFIG, gpus=1, speeds=None):
     machine = replace(other_machine(gpus, 80 << 30), speeds=speeds or Speeds())
-    return step_seconds(
-        *(config, machine, MicroBatches(ONE, ONE, count), kept),
-        width=512,
-        state=STATE,
-        copied=1024 * pair_bytes,
-        compiled=True,
-    )
-
-
-def encoders(step):
-    return step["first_pass"] + step["second_pass"] + step["backward_pass"]
+    micro = MicroBatches(ONE, ONE, count)
+    return step_seconds(config, machine, micro, kept, 512, gradients=10**9, compiled=True)
 
 
 def test_kernels_take_their_operations_their_bytes_and_a_constant():
@@ -46,35 +39,27 @@ def test_kernels_take_their_operations_their_bytes_and_a_constant():
     def of(work, compiled=True):
         return work_seconds(work, speeds, compiled=compiled)
 
-    assert of(Work(flops=10**15)) == pytest.approx(1e15 / speeds.encoders / speeds.products)
-    convolved = 1e15 / speeds.convolutions / speeds.products
+    assert of(Work(flops=10**15)) == pytest.approx(1e15 / PRODUCTS / speeds.products)
+    convolved = 1e15 / CONVOLUTIONS / speeds.products
     assert of(Work(convolved=10**15)) == pytest.approx(convolved)
     assert of(Work(nbytes=10**12)) == 1e12 / speeds.memory
-    assert of(Work(kernels=1000)) == 1000 * speeds.kernel
+    assert of(Work(kernels=1000)) == 1000 * KERNEL
     assert of(FORWARD.plus(BACKWARD)) == pytest.approx(of(FORWARD) + of(BACKWARD))
     fused, apart = (of(Work(nbytes=10**12), compiled) for compiled in (True, False))
-    assert apart == pytest.approx(fused / speeds.separate)
+    assert apart == pytest.approx(fused / SEPARATE)
     other = Work(other_bytes=10**12, other_kernels=1000)
-    assert of(other) == pytest.approx(FUSED[0] * fused + FUSED[1] * 1000 * speeds.kernel)
-    assert of(other, compiled=False) == pytest.approx(apart + 1000 * speeds.kernel)
+    assert of(other) == pytest.approx(FUSED[0] * fused + FUSED[1] * 1000 * KERNEL)
+    assert of(other, compiled=False) == pytest.approx(apart + 1000 * KERNEL)
 
 
 def test_what_is_kept_is_encoded_once():
     none, some, every = (seconds(kept=kept) for kept in (0, 1, 4))
-    assert none["first_pass"] == some["first_pass"] == every["first_pass"]
-    assert none["second_pass"] == pytest.approx(none["first_pass"])
-    assert some["second_pass"] == pytest.approx(3 / 4 * none["second_pass"])
-    assert every["second_pass"] == 0
-    assert none["backward_pass"] == pytest.approx(2 * none["first_pass"])
-    assert seconds(count=1)["second_pass"] == 0  # without a number: it is encoded once anyway
-
-
-def test_inputs_count_as_far_as_the_gpu_waits_for_them():
-    quick, slow = seconds(), seconds(pair_bytes=10**9)
-    link = Speeds().host_link
-    assert quick["inputs"] == pytest.approx(1024 * 1000 / link)  # the first micro-batch's
-    copies = 2 * 4 * 1024 * 1e9 / link
-    assert slow["inputs"] == pytest.approx(1024 * 1e9 / link + copies - encoders(slow))
+    assert none["first pass"] == some["first pass"] == every["first pass"]
+    assert none["second pass"] == pytest.approx(none["first pass"])
+    assert some["second pass"] == pytest.approx(3 / 4 * none["second pass"])
+    assert every["second pass"] == 0
+    assert none["backward pass"] == pytest.approx(2 * none["first pass"])
+    assert seconds(count=1)["second pass"] == 0  # without a number: it is encoded once anyway
 
 
 def test_gpus_share_the_loss_and_average_gradients_beside_the_last_backward_pass():
@@ -82,8 +67,8 @@ def test_gpus_share_the_loss_and_average_gradients_beside_the_last_backward_pass
     alone, four = seconds(config=wide), seconds(config=wide, gpus=4)
     assert four["loss"] == alone["loss"] / 4
     assert alone["transfers"] == 0 < four["transfers"] < 0.1 * four["loss"]
-    slow = seconds(config=wide, gpus=4, speeds=replace(Speeds(), nvlink=1e9))
-    assert slow["transfers"] > 2 * 3 / 4 * 1 - slow["backward_pass"] / 4 > 0
+    slow = seconds(config=wide, gpus=4, speeds=Speeds()._replace(nvlink=1e9))
+    assert slow["transfers"] > 2 * 3 / 4 * 1 - slow["backward pass"] / 4 > 0
     assert seconds(config=replace(CONFIG, precision="fp32")) is None
 
 
@@ -144,5 +129,5 @@ def test_gpus_by_name():
         speeds, own = speeds_of(f"NVIDIA {name}"), DATASHEETS["H200"]
         assert datasheet(name) is sheet
         assert speeds.products / Speeds().products == pytest.approx(sheet.products / own.products)
-        for rate in ("products", "memory", "nvlink", "host_link"):
+        for rate in ("products", "memory", "nvlink"):
             assert getattr(speeds, rate) < getattr(sheet, rate)

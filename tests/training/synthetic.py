@@ -15,7 +15,7 @@ from PIL import Image
 
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.training import TrainConfig
 from megabatch.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.models import ModelOptions, create
 from megabatch.models.blocks import compile_blocks
-from megabatch.models.layers import Tower, lock, locked_towers, set_modes
+from megabatch.models.towers import Tower, lock, locked_towers, set_modes
 from megabatch.training import TrainConfig
 from megabatch.training.encoders import CachedStep
 from tests.models.tiny import TINY

@@ -17,7 +17,7 @@ from megabatch.cli import main
 from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.layers import lock
+from megabatch.models.towers import lock
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.encoders import CachedStep
 from megabatch.training.trainer import Trainer

@@ -16,8 +16,8 @@ from torch import nn
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, UsageError
-from megabatch.models.layers import Tower
 from megabatch.models.padding import Lengths
+from megabatch.models.towers import Tower
 from megabatch.training import micro_batch, train
 from megabatch.training.micro_batch import FIRST, Division, Room, Trial, search
 from megabatch.training.parallel import lay_out

@@ -16,7 +16,7 @@ from megabatch.config.objective import create_objective
 from megabatch.data import Batch, PairLoader, open_pairs
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, create
-from megabatch.models.layers import lock, set_modes
+from megabatch.models.towers import lock, set_modes
 from megabatch.training import TrainConfig, train
 from megabatch.training.encoders import CachedStep
 from tests.models.tiny import TINY

@@ -17,7 +17,7 @@ from megabatch.config.objective import create_objective
 from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.models.blocks import compile_blocks
-from megabatch.models.layers import locked_towers
+from megabatch.models.towers import locked_towers
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig
 from megabatch.training.ema import Ema

@@ -18,10 +18,9 @@ from megabatch.errors import UsageError
 from megabatch.hints import option
 from megabatch.models import create
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import lock, locked_towers
+from megabatch.models.towers import lock, locked_towers
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
-    batch_norm_notes,
     build_towers,
     check_kind,
     model_notes,
@@ -54,11 +53,11 @@ def test_batch_normalisation_is_a_note() -> None:
     towers = create("RN50")
     config = TrainConfig(model="RN50", global_batch_size=4096, micro_batch_size=512)
     for ranks, said in ((1, "512 pairs at a time: --micro"), (16, "256 pairs at a time on each")):
-        (note,) = batch_norm_notes(config, towers, ranks)
+        (note,) = model_notes(config, towers, ranks)
         assert note.startswith("warning: RN50 has batch normalisation (55 layers). It normalises ")
         assert said in note
     lock(towers.module, "image")
-    assert batch_norm_notes(config, towers, 1) == []
+    assert model_notes(config, towers, 1) == []
 
 
 @on_processes(2)
@@ -66,7 +65,7 @@ def test_ranks_with_other_settings_or_data_than_rank_0s_are_refused(processes: P
     world = World(torch.device("cpu"), processes.rank, processes.size)
     with tempfile.TemporaryDirectory() as folder:
         table = Path(folder, "pairs.csv")  # of each rank's own machine
-        Path(folder, "a.png").touch()
+        Path(folder, "a.png").write_bytes(b"a file")
         config = TrainConfig(model=TINY, train_data=str(table), output=Path(folder, "run"))
         config = replace(config, global_batch_size=8, steps=10, warmup=1, device="cpu", plan="off")
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megabatch.config.objective import create_objective
 from megabatch.data import Batch
-from megabatch.models import layers as models
+from megabatch.models import towers as models
 from megabatch.models.padding import Lengths
 from megabatch.training import TrainConfig, trainer
 from megabatch.training.trainer import Trainer

@@ -61,8 +61,8 @@ class TrainConfig:
     or a text encoder; glyph-small; or module:function, your own. `megabatch models` lists all
     names."""
     pretrained: Path | None = None
-    """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a folder that
-    open_clip or a run wrote."""
+    """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a run's
+    folder."""
     pretrained_image_path: Path | None = None
     """Initial weights of the image tower, loaded after --pretrained: of a model, a tower or a
     trunk."""
@@ -107,7 +107,7 @@ class TrainConfig:
     samples come twice, with '1::0.5' every other one in turn."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: filepath, image, image_path or
-    file_name. This and the next three: one for all sources, or one for each, joined by '::'."""
+    file_name. This and the next three are the same for all sources."""
     csv_query_key: str | None = None
     """Column of first texts, for pairs of texts. Default, in a table without images: query, anchor,
     question or sentence1."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from megabatch.imports import lazy
 
 if TYPE_CHECKING:
-    from megabatch.data.glyphs import GlyphPairs, GlyphSet, load_glyphs
+    from megabatch.data.glyphs import GlyphSet, load_glyphs
     from megabatch.data.loader import Batch, PairLoader
     from megabatch.data.pairs import ArrayDataset, BadSample, BatchTransform, Pair, PairDataset
     from megabatch.data.sources import open_pairs
@@ -15,7 +15,6 @@ __all__ = [
     "BadSample",
     "Batch",
     "BatchTransform",
-    "GlyphPairs",
     "GlyphSet",
     "Pair",
     "PairDataset",

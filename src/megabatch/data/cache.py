@@ -1,42 +1,150 @@
-"""Cache files of arrays, which can be recomputed."""
+"""The cache folder: arrays that can be computed again, and copies of remote files.
+
+Every source is read at random through an index, which a remote file does not allow at any speed. So
+the files of object stores, web servers and commands are copied before they are indexed, several at
+a time, and found by later runs.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import functools
+import hashlib
+import re
+import shutil
+import sys
 import uuid
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
+from webdataset.gopen import gopen_pipe
+from webdataset.shardlists import expand_urls
 
-from megabatch.files import replacing
+from megabatch.config.file import COMMAND, is_url
+from megabatch.errors import UsageError, one_line
+from megabatch.files import default_cache_dir, replacing
+
+#: What stores tell of a file that changes with its content, each under a name of its own.
+_STATE = {"contentmd5", "created", "digest", "etag", "lastmodified", "md5hash", "mtime", "size"}
+_AT_A_TIME = 8  # files
+_BLOCK = 1 << 22  # bytes
+
+
+def _place(kind: str, identity: object, name: str) -> Path:
+    """Where the cache has what belongs to an identity."""
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
+    return default_cache_dir() / kind / digest / name
+
+
+@contextlib.contextmanager
+def _written(place: Path) -> Iterator[Path]:
+    """A file to write, which is then complete or not there; several processes may write it."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    own = place.with_name(f"{place.name}-{uuid.uuid4().hex}.partial")
+    with replacing(place, own) as partial:
+        yield partial
 
 
 def cached_arrays(
-    path: Path, names: tuple[str, ...], make: Callable[[], Mapping[str, Any]]
+    kind: str, identity: object, make: Callable[[], Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-    """Return the named arrays of an .npz file; make and write them if it is missing or unreadable.
+    """Return the arrays that belong to an identity; they are made if the cache has none to read.
 
-    The file is written completely or not at all, with a warning if it cannot be. Several processes
-    may write it at the same time.
+    There is a warning if they cannot be written.
     """
+    place = _place(kind, identity, "arrays.npz")
+    damage = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
+    with contextlib.suppress(*damage), np.load(place, allow_pickle=False) as arrays:
+        return dict(arrays)
+    made = {name: np.asarray(value) for name, value in make().items()}
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in names}
-    except FileNotFoundError:
-        pass
-    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        warnings.warn(f"{path} is unreadable ({error}) and is created again", stacklevel=3)
-    values = make()
-    made = {name: np.asarray(values[name]) for name in names}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_name(f"{path.stem}-{uuid.uuid4().hex}.partial")
-        with replacing(path, own) as partial, partial.open("wb") as file:
+        with _written(place) as partial, partial.open("wb") as file:
             np.savez_compressed(file, **made)  # type: ignore[arg-type]  # no name is its flag
     except OSError as error:
         warnings.warn(f"not cached: {error}", stacklevel=3)
     return made
+
+
+def local_copies(spec: str) -> list[Path]:
+    """Copies of the files of a remote source, in `default_cache_dir()/remote`.
+
+    A file is copied again if its size, date or tag has changed. A command's output, one shard, is
+    kept by the command's text.
+
+    Args:
+        spec: a URL with braces or `*`; or `pipe:` and a command of the shell, with braces.
+
+    Raises:
+        UsageError: nothing matches, a file cannot be read, or a command fails.
+    """
+    sources = expand_urls(spec)
+    is_command = spec.startswith(COMMAND)  # not the expanded text: braces could hide a command
+    if not is_command:
+        sources = [name for url in sources for name in _told(_glob, url)]
+    with ThreadPoolExecutor(min(_AT_A_TIME, len(sources))) as pool:
+        copied = functools.partial(_told, _command_output if is_command else _file)
+        return list(pool.map(copied, sources))
+
+
+def _told(work: Callable[[str], Any], source: str) -> Any:
+    """work(source), whose errors name the source; libraries of stores raise errors of their own."""
+    try:
+        return work(source)
+    except FileNotFoundError as error:
+        raise UsageError(f"nothing matches {source}") from error
+    except Exception as error:
+        raise UsageError(f"cannot read {source}: {one_line(error, 300)}") from error
+
+
+def _glob(url: str) -> list[str]:
+    if not is_url(url):
+        raise ValueError("expected a URL")
+    if "*" not in url:
+        return [url]
+    system, path = fsspec.core.url_to_fs(url)
+    if not (names := sorted(system.glob(path))):
+        raise FileNotFoundError(url)
+    return [system.unstrip_protocol(name) for name in names]
+
+
+def _command_output(command: str) -> Path:
+    return _copied(command, "pipe.tar", command, lambda: gopen_pipe(command, "rb"))
+
+
+def _file(url: str) -> Path:
+    system, path = fsspec.core.url_to_fs(url)
+    about = system.info(path)
+    state = {k: str(v) for k, v in about.items() if re.sub("[-_]", "", k.lower()) in _STATE}
+    identity = url, sorted(state.items())
+    return _copied(identity, Path(path).name, url, lambda: system.open(path, "rb"), about["size"])
+
+
+def _copied(
+    identity: object, name: str, source: str, opened: Callable[[], Any], size: int | None = None
+) -> Path:
+    """Copy what `opened` gives if it is not there; the machine's other processes wait for it.
+
+    size: the bytes that it should have, if known.
+    """
+    place = _place("remote", identity, name)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with (place.parent / "lock").open("a") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: it is copied twice
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if place.exists():
+            return place
+        print(f"copying {source} to {place}", file=sys.stderr)
+        with _written(place) as partial:
+            with contextlib.closing(opened()) as original, partial.open("wb") as copy:
+                shutil.copyfileobj(original, copy, _BLOCK)  # closing raises a command's error
+            if size not in (None, partial.stat().st_size):
+                raise OSError(f"{partial.stat().st_size:,} of {size:,} bytes came")
+    return place

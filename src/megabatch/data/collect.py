@@ -72,20 +72,16 @@ class Memory:
 
     def like(self, images: Tensor, count: int) -> Tensor:
         """An uninitialised tensor of `count` images, with these images' order in memory."""
-        if images.ndim == 4 and channels_last(images):
-            _, c, h, w = images.shape
-            return self.empty((count, h, w, c), images.dtype).permute(0, 3, 1, 2)
-        return self.empty((count, *images.shape[1:]), images.dtype)
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor."""
-        size = torch.empty(shape, dtype=dtype, device="meta").nbytes
+        last = channels_last(images)
+        rows = images.movedim(1, -1) if last else images
+        size = count * rows[0].nbytes
         if self._free and len(self._free[0]) != size:
             self._free.clear()  # of another kind of batches
         memory = self._free.pop() if self._free else self._allocate(size)
         lent = memory.view()  # the tensor and its views refer to this object
         weakref.finalize(lent, self._free.append, memory).atexit = False
-        return torch.from_numpy(lent).view(dtype).view(shape)
+        made = torch.from_numpy(lent).view(images.dtype).view(count, *rows.shape[1:])
+        return made.movedim(-1, 1) if last else made
 
     def _allocate(self, size: int) -> np.ndarray:
         memory = np.empty(size, np.uint8)  # NumPy asks for huge pages, unlike torch

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from megabatch.errors import plural
 from megabatch.hints import Interval, Positional
 from megabatch.options import parse
-
-if TYPE_CHECKING:
-    from PIL import Image
-
 
 # Libraries are imported by the functions that use them: --help does not need them.
 
@@ -22,7 +18,7 @@ Split = Literal["train", "faces", "characters", "all"]
 
 @dataclass
 class Glyphs:
-    """Write the glyph set as WebDataset shards (png + txt + json)."""
+    """Write the glyph set as WebDataset shards (png + txt)."""
 
     output: Path
     """Folder to create; it appears when all shards are written."""
@@ -34,15 +30,10 @@ class Glyphs:
 
 @dataclass
 class Inspect:
-    """Read samples of a data set: report their number, some examples, and problems.
-
-    Also the numbers of hard negatives, and captions that occur more than once.
-    """
+    """Read samples of a data set: report their number, examples, problems, repeated captions."""
 
     data: Annotated[str, Positional("DATA")]
     """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
-    split: Split | None = None
-    """Part of the glyph set."""
     limit: Annotated[int, Interval(at_least=0)] = 1_000
     """Read at most this many samples, spread evenly; 0: all."""
     csv_img_key: str | None = None
@@ -60,14 +51,11 @@ class Inspect:
 def glyphs(argv: list[str]) -> int:
     """Write the glyph set as shards; returns the exit code."""
     options = parse(Glyphs, argv, prog="megabatch data glyphs")
-    from megabatch.data.export import write_glyphs
-    from megabatch.data.glyphs import load_glyphs
+    from megabatch.data.glyphs import load_glyphs, write_glyphs
 
     pairs = load_glyphs().split(options.split)
     shards = write_glyphs(pairs, options.output, samples_per_shard=options.samples_per_shard)
-    size = sum(path.stat().st_size for path in shards)
-    written = f"{plural(len(pairs), 'pair')} in {plural(len(shards), 'shard')}"
-    print(f"{written}, {size / 1e6:.1f} MB: {options.output}")
+    print(f"{plural(len(pairs), 'pair')} in {plural(len(shards), 'shard')}: {options.output}")
     return 0
 
 
@@ -75,70 +63,49 @@ def inspect(argv: list[str]) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
     options = parse(Inspect, argv, prog="megabatch data inspect")
     import numpy as np
-    from rich.progress import track
 
-    from megabatch.data.pairs import BadSample, caption_id, decoded
+    from megabatch.data.images import decoded
+    from megabatch.data.pairs import BadSample, caption_id
     from megabatch.data.sources import open_pairs
-    from megabatch.terminal import plain_console
 
-    dataset = open_pairs(
+    dataset: Any = open_pairs(
         options.data,
-        split=options.split,
         image_column=options.csv_img_key,
         query_column=options.csv_query_key,
         caption_column=options.csv_caption_key,
         separator=options.csv_separator,
-        negatives=None if options.csv_negative_key is None else True,
+        negatives=options.csv_negative_key is not None,
         negative_column=options.csv_negative_key,
     )
     size = len(dataset)
     chosen = np.linspace(0, size - 1, min(options.limit or size, size)).astype(int).tolist()
     examples: list[str] = []
     bad: dict[str, list[str]] = {}  # their keys by reason
-    negatives: list[int] = []
     captions = Counter[int]()
-    console = plain_console(stderr=True)
-    hidden = not console.is_terminal  # rich would end it with an empty line all the same
-    for index in track(chosen, "reading", console=console, transient=True, disable=hidden):
+    for index in chosen:
         try:
             pair = dataset[index]
             first = decoded(pair.image)
         except BadSample as sample:
             bad.setdefault(sample.reason, []).append(sample.key)
             continue
-        negatives.append(len(pair.negatives))
         captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
         if len(examples) < 5:
-            examples.append(f"{pair.key}: {_described(first)}: {pair.caption}")
+            shown = first if isinstance(first, str) else f"{first.width} x {first.height}"
+            texts = " | ".join([pair.caption, *pair.negatives])
+            examples.append(f"{pair.key}: {shown}: {texts}")
     unusable = sum(map(len, bad.values()))
     print(f"{plural(size, 'sample')}, {len(chosen):,} of them read, {unusable:,} unusable")
-    for line in getattr(dataset, "notes", []):
-        print(f"note: {line}")
-    for line in getattr(dataset, "damage", []):
-        print(f"damaged: {line}")
+    for kind, lines in (("note", "notes"), ("damaged", "damage")):
+        for line in getattr(dataset, lines, []):
+            print(f"{kind}: {line}")
     for reason, keys in sorted(bad.items(), key=lambda item: -len(item[1])):
         print(f"skipped {len(keys):,} x {reason} (first: {keys[0]})")
-    if any(negatives):
-        print(f"hard negatives: {min(negatives):,} to {max(negatives):,} a sample")
-    if captions:
-        print(_repetition(captions, of_all=len(chosen) == size))
-    for line in examples:
-        print(line)
+    repeated = sum(n for n in captions.values() if n > 1)
+    if repeated:
+        print(
+            f"{repeated:,} of {captions.total():,} captions read occur more than once: false "
+            "negatives without --duplicates positives or ignored"
+        )
+    print(*examples, sep="\n")
     return 0 if examples else 1
-
-
-def _described(first: Image.Image | str) -> str:
-    if isinstance(first, str):
-        return first
-    width, height = first.size
-    return f"{width} x {height} {first.mode}"
-
-
-def _repetition(captions: Counter[int], of_all: bool) -> str:
-    repeated, read = sum(n for n in captions.values() if n > 1), captions.total()
-    among = "" if of_all else " among those read (--limit 0: among all)"
-    advice = ": false negatives without --duplicates positives or ignored" if repeated else ""
-    return (
-        f"{repeated:,} of {read:,} captions ({repeated / read:.1%}) occur more than once"
-        f"{among}{advice}"
-    )

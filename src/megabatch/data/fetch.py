@@ -15,20 +15,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from megabatch.data.images import DeferredImage, transformed
 from megabatch.data.order import Request
 from megabatch.data.pairs import (
     ArrayDataset,
     BadSample,
     BatchTransform,
-    DeferredImage,
     Pair,
     PairDataset,
     caption_id,
-    transformed,
 )
 
-TOKEN_CACHE = 2**26  # bytes of tokens that each of several workers keeps: 100,000 texts of 77
-TOKEN_CACHE_OF_ONE = 2**29  # if a single process does everything: 800,000
+_TOKEN_CACHE = 2**26  # bytes of tokens that each process keeps: 100,000 texts of 77
 
 
 @dataclass
@@ -61,10 +59,9 @@ class Fetcher:
     def __init__(
         self,
         dataset: PairDataset,
-        transform: Callable[[Any], Any],
+        transform: Any,
         tokenizer: Callable[[list[str]], Tensor],
         seed: int,
-        token_cache: int = TOKEN_CACHE,
         negatives: int = 0,
         late: bool = False,
     ) -> None:
@@ -72,36 +69,45 @@ class Fetcher:
         self.dataset = dataset
         self.transform = transform
         self.seed = seed
-        self._prepare = DeferredImage.keep if late else functools.partial(transformed, transform)
-        self._tokens = CachedTokens(tokenizer, token_cache)
-        self._arrays = None if late else many_at_once(dataset, transform)
-        self._firsts: CachedTokens | None = None
-        of_texts = getattr(dataset, "first", "image") == "text" and not late
-        if of_texts and hasattr(transform, "texts"):
-            self._firsts = CachedTokens(transform.texts, token_cache)
+        self._tokens = CachedTokens(tokenizer)
+        # Then one thread does the work: another process would have to send what it has copied.
+        self.many_at_once = (
+            isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform) and not late
+        )
+        # What is done with a first input, and then with those of a chunk together.
+        self._prepare: Callable[[Any], Any] = functools.partial(transformed, transform)
+        self._stacked: Callable[[list[Any]], Any] = stacked
+        if late:
+            self._prepare, self._stacked = DeferredImage.keep, list
+        elif getattr(dataset, "first", "image") == "text" and hasattr(transform, "texts"):
+            self._firsts = CachedTokens(transform.texts)
+            self._prepare, self._stacked = str, self._texts_together
 
     def __call__(self, request: Request) -> Chunk:
         """Fetch samples; seeds depend on draws, so one that comes twice in an epoch differs."""
         seeds = sample_seeds(self.seed, request.epoch, request.draws)
         indices = request.draws % len(self.dataset)
-        if self._arrays is None:
-            return self._one_by_one(indices, seeds)
-        source, transform = self._arrays
-        images = transform.batch(torch.from_numpy(source.arrays(indices)), torch.from_numpy(seeds))
+        return (self._together if self.many_at_once else self._one_by_one)(indices, seeds)
+
+    def _together(self, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
+        source: Any = self.dataset
+        images = torch.from_numpy(source.arrays(indices))
+        images = self.transform.batch(images, torch.from_numpy(seeds))
         captions = source.texts(indices)
         own_ids = getattr(source, "ids", None)
         ids = own_ids(indices) if own_ids else np.array([*map(caption_id, captions)], np.int64)
         return Chunk(images, self._tokens(captions), indices, ids)
 
     def _one_by_one(self, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
-        images: list[Any] = []
+        firsts: list[Any] = []
         captions, ids, good, bad = [], [], [], []
         with random_state_kept():
             for offset, (index, seed) in enumerate(zip(indices.tolist(), seeds, strict=True)):
                 try:
                     pair = self.dataset[index]
                     texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
-                    images.append(self._first(pair, int(seed)))
+                    seed_everything(int(seed))
+                    firsts.append(self._prepare(pair.image))
                 except BadSample as sample:
                     bad.append((index, sample.reason, sample.key))
                     continue
@@ -115,22 +121,11 @@ class Fetcher:
         if self.negatives:  # (n * (1 + k), context) to (n, context, 1 + k)
             each = tokens.reshape(-1, 1 + self.negatives, tokens.shape[1])
             tokens = np.ascontiguousarray(each.transpose(0, 2, 1))
-        together = self._together(images)
-        return Chunk(together, tokens, indices[good], np.array(ids, dtype=np.int64), bad)
+        images = self._stacked(firsts)
+        return Chunk(images, tokens, indices[good], np.array(ids, dtype=np.int64), bad)
 
-    def _first(self, pair: Pair, seed: int) -> Any:
-        """A pair's image, transformed; its first text as it is if those are tokenised together."""
-        if self._firsts is not None:
-            return pair.image
-        seed_everything(seed)
-        image: Any = pair.image
-        return self._prepare(image)
-
-    def _together(self, images: list[Any]) -> Tensor | list[Any]:
-        """Transformed images, or first texts, as one tensor; deferred images as a list."""
-        if self._firsts is not None:
-            return torch.from_numpy(self._firsts(images))
-        return stacked(images) if isinstance(images[0], Tensor) else images
+    def _texts_together(self, texts: list[str]) -> Tensor:
+        return torch.from_numpy(self._firsts(texts))
 
 
 def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
@@ -148,25 +143,13 @@ def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
     return [found[i] for i in sorted(chosen)]
 
 
-def many_at_once(
-    dataset: PairDataset, transform: Callable[[Any], Any]
-) -> tuple[ArrayDataset, BatchTransform] | None:
-    """Both, if the one gives and the other takes many images at once.
-
-    Then one thread does the work: another process would have to send what it has copied.
-    """
-    if isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform):
-        return dataset, transform
-    return None
-
-
 class CachedTokens:
     """A tokenizer with a cache of distinct texts: pairs come again in every epoch.
 
     limit: bytes of tokens that are kept; the texts themselves come on top.
     """
 
-    def __init__(self, tokenizer: Callable[[list[str]], Tensor], limit: int) -> None:
+    def __init__(self, tokenizer: Callable[[list[str]], Tensor], limit: int = _TOKEN_CACHE) -> None:
         self.tokenizer = tokenizer
         self._room = limit
         self._kept: dict[str, np.ndarray] = {}

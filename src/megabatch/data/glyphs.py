@@ -13,19 +13,22 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
+import math
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import PIL
 from PIL import Image, ImageDraw, ImageFont, features
+from webdataset.writer import ShardWriter
 
 from megabatch.data.cache import cached_arrays
 from megabatch.data.pairs import Pair
 from megabatch.errors import UsageError
-from megabatch.files import default_cache_dir
+from megabatch.files import new_folder
 
 SIZE = 32  # pixels per side
 EM = 24  # font size in pixels: 19 glyphs of 20 fit without shrinking
@@ -36,19 +39,17 @@ MARGIN = 1  # pixels around the ink that stay empty
 # pixel (symbols that two faces share), against 20-40% for most other pairs of faces.
 HELD_OUT_FACES = ("DejaVuSerif-Bold", "DejaVuSerif-BoldItalic")
 HELD_OUT_PERCENT = 8  # of the names
-SPLITS = ("train", "faces", "characters", "all")
 
-_ARRAYS = ("images", "name_ids", "faces", "characters", "names", "face_names")
 _RENDERING_VERSION = 1  # increase it when the same fonts would give other arrays
 
 
 @dataclass(frozen=True)
 class GlyphSet:
-    """All glyph images with their names.
+    """Glyph images with their names, as a data set of pairs.
 
     images: uint8 (n, 32, 32), white ink on black; name_ids: int64 (n,), index into `names`, the
     same in every split; faces: int64 (n,), index into `face_names`; characters: int64 (n,), code
-    points; names: the distinct names, lower case, in code point order.
+    points; names: the distinct names of the whole set, lower case, in code point order.
     """
 
     images: np.ndarray
@@ -61,7 +62,25 @@ class GlyphSet:
     def __len__(self) -> int:
         return len(self.images)
 
-    def split(self, name: str) -> GlyphPairs:
+    def __getitem__(self, index: int) -> Pair:
+        face, code = self.face_names[self.faces[index]], self.characters[index]
+        name = self.names[self.name_ids[index]]
+        return Pair(Image.fromarray(self.images[index]), name, f"{face}_u{code:04x}")
+
+    def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Return images, uint8 (b, 1, 32, 32), of many samples at once."""
+        return self.images[np.asarray(indices), None]
+
+    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Return their captions."""
+        return [self.names[i] for i in self.name_ids[np.asarray(indices)]]
+
+    def take(self, rows: np.ndarray) -> GlyphSet:
+        """Return some of the images, by index or by mask."""
+        columns = ("images", "name_ids", "faces", "characters")
+        return replace(self, **{name: getattr(self, name)[rows] for name in columns})
+
+    def split(self, name: str) -> GlyphSet:
         """Return one part of the set.
 
         "train": names that are not held out, in the faces that are not held out.
@@ -75,68 +94,19 @@ class GlyphSet:
         Raises:
             ValueError: there is no such split.
         """
-        if name not in SPLITS:
-            raise ValueError(f"split: {name!r}; expected one of {', '.join(SPLITS)}")
         held_faces = [i for i, face in enumerate(self.face_names) if face in HELD_OUT_FACES]
         new_face = np.isin(self.faces, held_faces)
         new_name = np.array([is_held_out(n) for n in self.names], dtype=bool)[self.name_ids]
         train = ~new_face & ~new_name
-        chosen = {
+        rows = {
             "train": train,
             "faces": new_face & np.isin(self.name_ids, self.name_ids[train]),
             "characters": new_name & ~new_face,
             "all": np.ones(len(self), dtype=bool),
-        }[name]
-        return GlyphPairs(self, np.flatnonzero(chosen))
-
-
-class GlyphPairs:
-    """Part of a glyph set as a data set of pairs.
-
-    `indices`: int64 (n,), of the samples in `glyphs`.
-    """
-
-    def __init__(self, glyphs: GlyphSet, indices: np.ndarray) -> None:
-        self.glyphs = glyphs
-        self.indices = indices
-        self.damage: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> Pair:
-        at = self.indices[index]
-        glyphs = self.glyphs
-        face = glyphs.face_names[glyphs.faces[at]]
-        return Pair(
-            image=Image.fromarray(glyphs.images[at]),
-            caption=glyphs.names[glyphs.name_ids[at]],
-            key=f"{face}_u{glyphs.characters[at]:04x}",
-        )
-
-    def arrays(self, indices: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Return images, uint8 (b, 1, 32, 32), of many samples at once."""
-        return self.glyphs.images[self.indices[np.asarray(indices)], None]
-
-    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
-        """Return their captions."""
-        at = self.indices[np.asarray(indices)]
-        return [self.glyphs.names[i] for i in self.glyphs.name_ids[at]]
-
-    @property
-    def images(self) -> np.ndarray:
-        """The split's images, uint8 (n, 32, 32)."""
-        return self.glyphs.images[self.indices]
-
-    @property
-    def name_ids(self) -> np.ndarray:
-        """The split's name ids, int64 (n,), index into `glyphs.names`."""
-        return self.glyphs.name_ids[self.indices]
-
-    @property
-    def faces(self) -> np.ndarray:
-        """The split's faces, int64 (n,), index into `glyphs.face_names`."""
-        return self.glyphs.faces[self.indices]
+        }
+        if name not in rows:
+            raise ValueError(f"split: {name!r}; expected one of {', '.join(rows)}")
+        return self.take(rows[name])
 
 
 def is_held_out(name: str) -> bool:
@@ -146,49 +116,38 @@ def is_held_out(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") % 100 < HELD_OUT_PERCENT
 
 
-def load_glyphs(cache_dir: str | Path | None = None) -> GlyphSet:
+def load_glyphs() -> GlyphSet:
     """Return the glyph set, rendered on first use (about two seconds) and cached.
 
-    `cache_dir`: default `$MEGABATCH_CACHE`, else `$XDG_CACHE_HOME/megabatch`, else
-    `~/.cache/megabatch`. The cache file's name contains a hash of the fonts and of everything that
-    determines the pixels, so a new matplotlib or Pillow makes a new file. If the folder cannot be
-    written, there is a warning, and the set is rendered each time.
+    The cache knows the fonts and all else that determines the pixels, so a new matplotlib or Pillow
+    has a set of its own.
 
     Raises:
         UsageError: matplotlib is installed without its fonts.
     """
     fonts = _font_files()
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
-    path = folder / f"glyphs-{_cache_key(fonts)}.npz"
-    arrays = cached_arrays(path, _ARRAYS, lambda: vars(render(fonts)))
+    drawn_by = PIL.__version__, features.version("freetype2"), unicodedata.unidata_version
+    files = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in fonts]
+    identity = (_RENDERING_VERSION, SIZE, EM, BASELINE, MARGIN, drawn_by, files)
+    arrays = cached_arrays("glyphs", identity, lambda: vars(render(fonts)))
     names, face_names = arrays.pop("names").tolist(), arrays.pop("face_names").tolist()
     return GlyphSet(**arrays, names=names, face_names=face_names)
 
 
 def render(fonts: Sequence[Path]) -> GlyphSet:
     """Draw every named character of the given TrueType files."""
-    images: list[np.ndarray] = []
-    faces: list[int] = []
-    characters: list[int] = []
+    drawn: list[tuple[np.ndarray, int, int]] = []
     for face, path in enumerate(fonts):
         # The basic layout is the same on all machines; Raqm is installed on some only.
         basic = ImageFont.Layout.BASIC
         font = functools.cache(
             functools.partial(ImageFont.truetype, str(path), layout_engine=basic)
         )
-        for character in _characters(path):
-            images.append(_draw(chr(character), font))
-            faces.append(face)
-            characters.append(character)
-    distinct, name_ids = np.unique(np.array(characters, dtype=np.int64), return_inverse=True)
-    return GlyphSet(
-        images=np.stack(images),
-        name_ids=name_ids.astype(np.int64),
-        faces=np.array(faces, dtype=np.int64),
-        characters=np.array(characters, dtype=np.int64),
-        names=[unicodedata.name(chr(c)).lower() for c in distinct],
-        face_names=[path.stem for path in fonts],
-    )
+        drawn += [(_draw(chr(code), font), face, code) for code in _characters(path)]
+    images, faces, characters = map(np.array, zip(*drawn, strict=True))
+    codes, name_ids = np.unique(characters, return_inverse=True)
+    names = [unicodedata.name(chr(code)).lower() for code in codes]
+    return GlyphSet(images, name_ids, faces, characters, names, [path.stem for path in fonts])
 
 
 def _characters(path: Path) -> list[int]:
@@ -234,16 +193,22 @@ def _font_files() -> list[Path]:
     return fonts
 
 
-def _cache_key(fonts: Sequence[Path]) -> str:
-    drawn_by = (
-        _RENDERING_VERSION,
-        (SIZE, EM, BASELINE, MARGIN),
-        PIL.__version__,
-        features.version("freetype2"),
-        unicodedata.unidata_version,
-    )
-    digest = hashlib.sha256(repr(drawn_by).encode())
-    for path in fonts:
-        digest.update(path.name.encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+def write_glyphs(pairs: GlyphSet, output: Path, *, samples_per_shard: int) -> list[Path]:
+    """Write glyphs as WebDataset shards `output/00000.tar`, ... of png and txt; returns these.
+
+    Samples keep their order, and the same glyphs give the same bytes. The whole folder appears at
+    once: an interrupted run leaves no folder that lacks shards.
+
+    Raises:
+        UsageError: `output` exists and is not an empty folder, or cannot be written.
+    """
+    with new_folder(output) as folder:
+        pattern = str(folder).replace("%", "%%") + "/%05d.tar"
+        options = {"encoder": False, "mtime": 0, "verbose": 0}
+        with ShardWriter(pattern, samples_per_shard, math.inf, **options) as writer:
+            for pair in map(pairs.__getitem__, range(len(pairs))):
+                png = io.BytesIO()
+                pair.image.save(png, format="PNG")  # type: ignore[union-attr]
+                sample = {"png": png.getvalue(), "txt": pair.caption.encode()}
+                writer.write({"__key__": pair.key, **sample})
+    return sorted(output.glob("*.tar"))

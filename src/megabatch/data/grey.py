@@ -17,37 +17,27 @@ IMAGES, PAIRS = "images.npy", "pairs.txt"
 class GreyPairs:
     """A folder with `images.npy` and `pairs.txt` as a data set; none of its samples is bad.
 
-    images.npy: uint8 (n, 1, side, side); pairs.txt: key, id and caption per line, with tabs between
-    them. benchmarks/draw_icons.py writes such a folder.
-
-    The images are memory-mapped: the system caches as much of the file as fits, once for all
-    processes.
+    images.npy: uint8 (n, 1, side, side), memory-mapped; pairs.txt: key, id and caption per line,
+    with tabs between them. benchmarks/draw_icons.py writes such a folder.
 
     Raises:
         UsageError: a file is missing, damaged, or does not match the other one.
     """
 
-    first = "image"
-
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.damage: list[str] = []
         try:
-            self.images: np.ndarray = np.load(self.folder / IMAGES, mmap_mode="r")
-            lines = (self.folder / PAIRS).read_text(encoding="utf-8").splitlines()
-            rows = [line.split("\t") for line in lines]
-            self._keys = np.array([key.encode() for key, _, _ in rows], dtype=np.bytes_)
-            self._ids = np.array([int(number) for _, number, _ in rows], dtype=np.int64)
+            self.images: np.ndarray = np.load(Path(folder) / IMAGES, mmap_mode="r")
+            lines = (Path(folder) / PAIRS).read_text(encoding="utf-8").splitlines()
+            keys, ids, captions = zip(*(line.split("\t") for line in lines), strict=True)
             # Fixed width: a list of objects would be copied, page by page, into every worker.
-            self._captions = np.array([text.encode() for *_, text in rows], dtype=np.bytes_)
+            self._keys, self._captions = np.char.encode(keys), np.char.encode(captions)
+            self._ids = np.array(ids).astype(np.int64)
+            if self.images.dtype != np.uint8 or self.images.shape[:2] != (len(lines), 1):
+                found = f"{self.images.dtype} of shape {self.images.shape}"
+                expected = f"uint8 of shape ({len(lines)}, 1, side, side), as {PAIRS} has lines"
+                raise ValueError(f"{IMAGES} has {found}; expected {expected}")
         except (OSError, ValueError) as error:
-            raise UsageError(f"cannot read {self.folder}: {one_line(error)}") from error
-        shape, dtype = self.images.shape, self.images.dtype
-        if dtype != np.uint8 or len(shape) != 4 or shape[:2] != (len(rows), 1) or not rows:
-            raise UsageError(
-                f"{self.folder / IMAGES} has {dtype} of shape {shape}; expected uint8 of shape "
-                f"({len(rows)}, 1, side, side), a picture for each line of {PAIRS}, 1 or more"
-            )
+            raise UsageError(f"cannot read {folder}: {one_line(error)}") from error
 
     def __len__(self) -> int:
         return len(self._ids)

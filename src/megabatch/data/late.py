@@ -8,6 +8,7 @@ augmentation: its seed is kept with the file.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from megabatch.data.fetch import random_state_kept, seed_everything, stacked
-from megabatch.data.pairs import BadSample, DeferredImage, PairDataset, transformed
+from megabatch.data.images import DeferredImage, transformed
+from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
@@ -63,20 +65,6 @@ def decode(transform: Callable[[Any], Tensor], piece: Sequence[DeferredImage]) -
     return Decoded(stacked(rows), bad)
 
 
-class _Pieces:
-    """The pieces of a batch from row `first` on."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.images: Sequence[DeferredImage] = ()
-        self.first = 0
-
-    def __iter__(self) -> Iterator[Sequence[DeferredImage]]:
-        images = self.images
-        for start in range(self.first, len(images), self.size):
-            yield images[start : start + self.size]
-
-
 class Decoder:
     """Processes that decode and transform images, of one batch at a time.
 
@@ -96,36 +84,29 @@ class Decoder:
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers: {workers}; expected at least 1 to decode late")
-        piece = max(1, min(_LARGEST_PIECE, -(-micro_batch_size // workers)))
-        self._pieces = _Pieces(piece)
-        self._processes: WorkerLoader[Decoded] = WorkerLoader(
+        self._piece = max(1, min(_LARGEST_PIECE, -(-micro_batch_size // workers)))
+        self._processes = WorkerLoader(
             functools.partial(decode, transform),
-            self._pieces,
             workers=workers,
-            prefetch=max(2, -(-2 * micro_batch_size // (piece * workers))),
+            prefetch=max(2, -(-2 * micro_batch_size // (self._piece * workers))),
             timeout=timeout,
         )
-        self._coming: Iterator[Decoded] = iter(())
 
-    def start(self, images: Sequence[DeferredImage], first: int) -> None:
-        """Start to decode the images from number `first` on, and drop the previous work."""
-        self._pieces.images, self._pieces.first = images, first
-        self._coming = self._told(self._processes.run)
+    def start(self, images: Sequence[DeferredImage], first: int) -> Iterator[Decoded]:
+        """Decode the images from number `first` on, and drop the previous work."""
+        starts = range(first, len(images), self._piece)
+        return self._processes.run([images[i : i + self._piece] for i in starts])
 
-    def receive(self) -> Decoded:
-        """The next piece; raises DecodingStopped if none comes."""
-        return self._told(lambda: next(self._coming))
 
-    def _told(self, work: Callable[[], Any]) -> Any:
-        """work(), with DataLoader's errors about its processes in one line."""
-        try:
-            return work()
-        except (RuntimeError, OSError) as error:
-            # The last line: an error in a process begins with its traceback.
-            reason = f"decoding: {(str(error).strip() or type(error).__name__).splitlines()[-1]}"
-            if (timeout := self._processes.timeout) and "timed out" in str(error):
-                reason = f"the workers gave no decoded image for {timeout:g} s: one hangs"
-            raise DecodingStopped(reason) from error
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Errors of the processes in one line."""
+    try:
+        yield
+    except (UsageError, RuntimeError, OSError) as error:
+        # The last line: an error in a process begins with its traceback.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise DecodingStopped(f"decoding: {reason}") from error
 
 
 class LateImages:
@@ -142,8 +123,9 @@ class LateImages:
         bad: row to (reason, key), of the rows seen so far.
     """
 
-    _returned: int  # rows, so far
-    _received: int
+    _coming: Iterator[Decoded]
+    _received: int  # rows, so far
+    _returned: int
     _rest: Tensor  # received, not returned
 
     def __init__(self, images: Sequence[DeferredImage], decoder: Decoder) -> None:
@@ -180,10 +162,12 @@ class LateImages:
     def _go_to(self, row: int) -> None:
         self._returned = self._received = row
         self._rest = torch.empty(0)
-        self._decoder.start(self.images, row)
+        with _told():
+            self._coming = self._decoder.start(self.images, row)
 
     def _receive(self) -> Tensor:
-        piece = self._decoder.receive()
+        with _told():
+            piece = next(self._coming)
         for offset, reason, key in piece.bad:
             self.bad[self._received + offset] = reason, key
         self._received += len(piece.rows)

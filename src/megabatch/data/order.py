@@ -35,6 +35,13 @@ def pairs_per_epoch(dataset: PairDataset) -> int:
     return sum(part.drawn for part in parts_of(dataset))
 
 
+class Request(NamedTuple):
+    """A request for samples of an epoch; `draws`: see `Order`."""
+
+    epoch: int
+    draws: np.ndarray
+
+
 @dataclass
 class Order:
     """The order of a data set's samples in each epoch, the same for any number of ranks.
@@ -45,7 +52,6 @@ class Order:
 
     parts: Sequence[Part]
     seed: int
-    shuffle: bool
     epoch: int = 0
     position: int = 0
 
@@ -61,7 +67,7 @@ class Order:
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of the order, for JSON."""
-        found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed, "shuffle": self.shuffle}
+        found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed}
         if any(part.size != part.drawn for part in self.parts):
             found["parts"] = [[part.size, part.drawn] for part in self.parts]
         return found
@@ -76,8 +82,7 @@ class Order:
         if len(own) == 1:
             return own[0]
         part_of = np.repeat(np.arange(len(own), dtype=np.int32), [len(draws) for draws in own])
-        if self.shuffle:
-            part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
+        part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
         draws = np.empty(self.pairs, dtype=np.int64)
         first = 0
         for number, part in enumerate(self.parts):
@@ -99,58 +104,19 @@ class Order:
         return np.concatenate(pieces)
 
     def _pass(self, number: int, this_pass: int, size: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(size)
         # The first part's order is that of a data set of this part alone.
         words = (self.seed, this_pass, number) if number else (self.seed, this_pass)
         return _random(*words).permutation(size)
+
+    def requests(self, batch_size: int, rows: range, piece: int) -> Iterator[Request]:
+        """Requests for these rows of each batch that is left of the epoch, `piece` at a time."""
+        epoch, draws = self.epoch, self.draws()
+        for start in range(self.position, len(draws) - batch_size + 1, batch_size):
+            for first in rows[::piece]:
+                yield Request(epoch, draws[start + first : start + min(first + piece, rows.stop)])
 
 
 def _random(*words: int) -> np.random.RandomState:
     # The legacy generator: numpy guarantees its stream, so a run can be continued under another
     # version; the newer ones carry no such guarantee.
     return np.random.RandomState(list(words))
-
-
-class Request(NamedTuple):
-    """A request for samples of an epoch; `draws`: see `Order`."""
-
-    epoch: int
-    draws: np.ndarray
-
-
-@dataclass
-class Requests:
-    """One rank's rows of the epoch's remaining batches, contiguous and as even as possible.
-
-    It refers to the order and not to the loader: in a reference cycle, the workers' queues would
-    be closed before the workers are asked to end, which then takes 5 s each.
-
-    batch_size: of all ranks; piece: rows in a request, never of two batches.
-    """
-
-    order: Order
-    batch_size: int
-    rank: int
-    world_size: int
-    drop_last: bool
-    piece: int
-
-    def __iter__(self) -> Iterator[Request]:
-        epoch, draws = self.order.epoch, self.order.draws()
-        end = len(draws) - (self.batch_size - 1 if self.drop_last else 0)
-        for start in range(self.order.position, end, self.batch_size):
-            batch = draws[start : start + self.batch_size]
-            rows = batch[slice(*(len(batch) * r // self.world_size for r in self._ranks))]
-            for first in range(0, len(rows), self.piece):
-                yield Request(epoch, rows[first : first + self.piece])
-
-    @property
-    def rows(self) -> int:
-        """This rank's rows of a whole batch."""
-        first, last = (self.batch_size * r // self.world_size for r in self._ranks)
-        return last - first
-
-    @property
-    def _ranks(self) -> tuple[int, int]:
-        return self.rank, self.rank + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import io
 import json
 import os
@@ -19,8 +18,7 @@ from webdataset.tariterators import base_plus_ext
 
 from megabatch.data.cache import cached_arrays
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, clean_caption
-from megabatch.errors import UsageError, are, plural
-from megabatch.files import default_cache_dir
+from megabatch.errors import UsageError, plural
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm")
 #: Members of a sample: its image, a caption, a JSON document, a class index.
@@ -30,7 +28,7 @@ ABSENT = (0, 0)  # no member starts at byte 0: its header does
 
 _COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _OPEN_FILES = 64  # per process
-_VERSION = 4  # increase it when the same file would give another index
+_VERSION = 5  # increase it when the same file would give another index
 
 
 @dataclass(frozen=True)
@@ -59,10 +57,7 @@ def tar_index(path: str) -> TarIndex:
     try:
         stat = os.stat(path)
         identity = (_VERSION, os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
-        name = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
-        cached = default_cache_dir() / "shards" / f"{name}.npz"
-        names = ("keys", "spans", "damage")
-        arrays = cached_arrays(cached, names, lambda: vars(_read_index(path, stat.st_size)))
+        arrays = cached_arrays("shards", identity, lambda: vars(_read_index(path, stat.st_size)))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
@@ -94,11 +89,8 @@ def _read_index(path: str, size: int) -> TarIndex:
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("breaks off without a readable header")
         except (tarfile.TarError, ValueError, OverflowError, EOFError) as error:
-            if spans and (spans[-1][0] == ABSENT or spans[-1][1:] == [ABSENT] * 3):  # incomplete
-                del keys[-1], spans[-1]
-            used = f"the {plural(len(keys), 'sample')} before that {are(len(keys))} used"
-            place = f"at byte {offset:,} of {size:,}"
-            damage = f"{path}: {error}, {place}; {used}, what followed is lost"
+            used = f"used up to there ({plural(len(keys), 'sample')})"
+            damage = f"{path}: {error}, at byte {offset:,} of {size:,}; {used}"
     found = np.array(spans, dtype=np.int64).reshape(-1, len(KINDS), 2)
     return TarIndex(np.array(keys, dtype=np.bytes_), found, damage)
 
@@ -184,31 +176,24 @@ def _open_file(path: str, mtime: int) -> io.FileIO:
 class ShardPairs(TarSamples):
     """Pairs in tar files as img2dataset and webdataset write them.
 
-    A sample's caption is its `txt`, or else "caption" in its `json`. If json has a "caption_id", a
-    whole number from 0, it is the pair's id. A sample without an image or caption keeps its index
-    and raises BadSample. Everything else is as in `TarSamples`.
+    A sample's caption is its `txt`, or else "caption" in its `json`. A sample without an image or
+    caption keeps its index and raises BadSample. Everything else is as in `TarSamples`.
     """
 
     def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
-        image: Any = EncodedImage(self.read(index, "image"), key)
-        fields: dict[str, Any] = {}
-        if self.has(index, "json"):
-            try:
-                document = json.loads(self.read(index, "json"))
-                fields = document if isinstance(document, dict) else {}
-            except (ValueError, RecursionError) as error:
-                if not self.has(index, "txt"):
-                    raise BadSample("unreadable json", key) from error
-        caption = fields.get("caption")
+        image = EncodedImage(self.read(index, "image"), key)
         if self.has(index, "txt"):
             try:
-                caption = self.read(index, "txt").decode("utf-8-sig")
+                caption: Any = self.read(index, "txt").decode("utf-8-sig")
             except UnicodeDecodeError as error:
                 raise BadSample("caption is not UTF-8", key) from error
-        elif "caption" not in fields:
+        elif self.has(index, "json"):
+            try:
+                document = json.loads(self.read(index, "json"))
+            except (ValueError, RecursionError) as error:
+                raise BadSample("unreadable json", key) from error
+            caption = document.get("caption") if isinstance(document, dict) else None
+        else:
             raise BadSample("no caption", key)
-        number = fields.get("caption_id")
-        if number is not None and not (type(number) is int and 0 <= number < 2**62):
-            raise BadSample("caption_id is not a whole number from 0 to 2**62 - 1", key)
-        return Pair(image, clean_caption(caption, key), key, number)
+        return Pair(image, clean_caption(caption, key), key)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import glob
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from webdataset.shardlists import expand_urls
 
 from megabatch.config.file import COMMAND, is_url
-from megabatch.data.glyphs import SPLITS, load_glyphs
+from megabatch.data.cache import local_copies
+from megabatch.data.glyphs import load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
-from megabatch.data.mixture import SEPARATOR, check_factors, mix
-from megabatch.data.pairs import PairDataset
+from megabatch.data.mixture import SEPARATOR, MixedPairs, parse_factors
+from megabatch.data.pairs import PairDataset, check_usable
+from megabatch.data.shards import ShardPairs
 from megabatch.errors import UsageError
 from megabatch.imports import named_extras
 
@@ -25,14 +26,13 @@ ALL_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".jsonl.gz", ".arrow")
 def open_pairs(
     spec: str,
     *,
-    split: str | None = None,
     image_column: str | None = None,
     query_column: str | None = None,
     caption_column: str | None = None,
     separator: str | None = None,
-    negatives: bool | None = False,
+    negatives: bool = False,
     negative_column: str | None = None,
-    upsampling_factors: Sequence[float] | None = None,
+    upsampling_factors: str | None = None,
 ) -> PairDataset:
     """Open a data set of pairs: of images with captions, or of texts with texts.
 
@@ -43,44 +43,42 @@ def open_pairs(
             images, see `GreyPairs`. Also a URL that fsspec opens (s3://, gs://, https://) with
             braces or `*`, or `pipe:` and a command that prints a shard; such files are copied into
             the cache folder first.
-        split: part of the glyph set: train (default), faces, characters, all.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
         query_column: column of first texts, instead of images; default, in tables without an image
             column: the first of query, anchor, question, sentence1.
         caption_column: column of captions; default: the first of title, caption, text, and with
-            queries before those positive, answer, sentence2. The three columns may also be several
-            joined by `::`, one per source.
+            queries before those positive, answer, sentence2. All sources have these names.
         separator: field separator of text tables; default: a tab if the header has one, or a comma.
-        negatives: whether pairs have negatives, texts from further columns of tables; None: if a
-            table has such columns.
+        negatives: whether pairs have negatives, texts from further columns of tables.
         negative_column: names of these columns, joined by commas; default: all of negative,
-            negatives, negative_1, negative_2 and so on. Several by `::`, as above.
+            negatives, negative_1, negative_2 and so on.
         upsampling_factors: how often an epoch visits each sample of a source, one factor per
-            source; see `MixedPairs`. Default: once.
+            source, joined by `::`; see `MixedPairs`. Default: once.
 
     Raises:
         UsageError: nothing matches, files of a source are of different kinds, a column is missing,
-            factors have a wrong number or size; MissingLibrary, if a library is not installed.
+            no sample of a source can be used, factors have a wrong number or size; MissingLibrary,
+            if a library is not installed.
     """
     specs = split_spec(spec)
-    if upsampling_factors is not None:  # before anything that takes long
-        check_factors(upsampling_factors, len(specs))
-    each = {
-        "image": one_each(image_column, "--csv-img-key", specs),
-        "query": one_each(query_column, "--csv-query-key", specs),
-        "caption": one_each(caption_column, "--csv-caption-key", specs),
-        "negative": one_each(negative_column, "--csv-negative-key", specs),
+    factors = None  # parsed before anything that takes long
+    if upsampling_factors is not None:
+        factors = parse_factors(upsampling_factors, len(specs))
+    columns = {
+        "image": image_column,
+        "query": query_column,
+        "caption": caption_column,
+        "separator": separator,
+        "negatives": negatives,
+        "negative": negative_column,
     }
-    sources = []
-    for i, one in enumerate(specs):
-        columns: dict[str, Any] = {name: names[i] for name, names in each.items()}
-        sources.append(
-            _open_one(one, split, {**columns, "separator": separator, "negatives": negatives})
-        )
-    if len(sources) == 1 and upsampling_factors is None:
+    sources = [_open_one(one, columns) for one in specs]
+    for name, source in zip(specs, sources, strict=True):
+        check_usable(source, name)
+    if len(sources) == 1 and factors is None:
         return sources[0]
-    return mix(sources, specs, upsampling_factors)
+    return MixedPairs(sources, specs, factors)
 
 
 def split_spec(spec: str) -> list[str]:
@@ -95,28 +93,9 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-def one_each(names: str | None, option: str, specs: list[str]) -> list[str | None]:
-    """Return a column's name for each source: the same for all, or several joined like sources.
-
-    Raises:
-        UsageError: the number of names is not that of the sources; `option` is for the message.
-    """
-    if names is None or SEPARATOR not in names or len(specs) == 1:
-        return [names] * len(specs)
-    each = names.split(SEPARATOR)
-    if len(each) != len(specs):
-        raise UsageError(
-            f"{option}: {names!r} names {len(each)}; expected one, or one for each of "
-            f"{len(specs)} sources"
-        )
-    return [name or None for name in each]
-
-
-def _open_one(spec: str, split: str | None, columns: dict[str, Any]) -> PairDataset:
-    if split is not None and spec != "glyphs":
-        raise UsageError(f"split {split!r}: only the glyphs have splits, not {spec}")
-    is_grey = is_grey_folder(spec)
-    paths = [] if is_grey or spec == "glyphs" else find_files(spec)
+def _open_one(spec: str, columns: dict[str, Any]) -> PairDataset:
+    is_array = spec == "glyphs" or is_grey_folder(spec)
+    paths = [] if is_array else find_files(spec)
     if paths and paths[0].name.endswith(ALL_TABLES):
         from megabatch.data.tables import Wanted, open_tables  # only tables need pyarrow
 
@@ -126,14 +105,8 @@ def _open_one(spec: str, split: str | None, columns: dict[str, Any]) -> PairData
             f"--hard-negatives: {spec} has none; expected tables, with columns of them"
         )
     if paths:
-        from megabatch.data.shards import ShardPairs
-
         return ShardPairs(paths)
-    if is_grey:
-        return GreyPairs(spec)
-    if split is not None and split not in SPLITS:
-        raise UsageError(f"glyphs have no split {split!r}; expected one of {', '.join(SPLITS)}")
-    return load_glyphs().split(split or "train")
+    return load_glyphs().split("train") if spec == "glyphs" else GreyPairs(spec)
 
 
 def find_files(spec: str) -> list[Path]:
@@ -145,8 +118,6 @@ def find_files(spec: str) -> list[Path]:
     if Path(spec).exists():
         paths = _matches(spec, spec)
     elif spec.startswith(COMMAND) or is_url(spec):
-        from megabatch.data.remote import local_copies
-
         paths = local_copies(spec)
     else:
         paths = [path for pattern in expand_urls(spec) for path in _matches(pattern, spec)]

@@ -1,7 +1,11 @@
-"""Reading columns of table files: CSV, TSV, Parquet, Arrow, JSON lines."""
+"""Reading columns of table files: CSV, TSV, Parquet, Arrow, JSON lines.
+
+A row that cannot be read keeps its place, as a bad sample does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import itertools
@@ -22,19 +26,14 @@ TEXT_TABLES = (".csv", ".tsv")
 
 _BLOCK = 1 << 24  # bytes of a text table that are parsed at once, and of the longest row
 _LINES_FOR_NAMES = 1_000  # of JSON
-_PIECE = 100_000  # rows of JSON held as Python objects before they are converted to an array
+_PIECE = 100_000  # rows of JSON held as Python objects before they are converted to arrays
 
 
 class Columns(NamedTuple):
-    """Some columns of a file.
+    """Some columns of a file; bad: what is wrong with rows of nulls, by number from 0."""
 
-    left_out: int64, sorted, the file's rows (from 0) that the columns lack; damage: the same in
-    words.
-    """
-
-    by_name: dict[str, pa.ChunkedArray]
-    left_out: np.ndarray
-    damage: list[str]
+    table: pa.Table
+    bad: dict[int, str]
 
 
 def column_names(path: Path, separator: str) -> list[str]:
@@ -43,14 +42,12 @@ def column_names(path: Path, separator: str) -> list[str]:
     Raises:
         UsageError: the file cannot be read.
     """
-    try:
+    with _reading(path):
         if path.suffix == ".parquet":
             return list(pa.parquet.read_schema(path).names)
         if path.suffix == ".arrow":
             return list(_mapped(path).column_names)
         return _header(path, separator) if path.suffix in TEXT_TABLES else _json_names(path)
-    except (OSError, EOFError, pa.ArrowException, csv.Error, UnicodeEncodeError) as error:
-        raise _unreadable(path, error) from error
 
 
 def read_columns(
@@ -61,21 +58,25 @@ def read_columns(
     Raises:
         UsageError: the file cannot be read.
     """
-    try:
+    with _reading(path):
         if path.suffix == ".arrow":
-            return _whole(_mapped(path).select(names))
+            return Columns(_mapped(path).select(names), {})
         if path.suffix == ".parquet":
-            return _whole(pa.parquet.read_table(path, columns=list(names)))
+            return Columns(pa.parquet.read_table(path, columns=list(names)), {})
         if path.suffix in TEXT_TABLES:
             return _read_csv(path, list(names), separator)
         return _read_json(path, names, lists)
-    except (OSError, pa.ArrowException, UnicodeEncodeError) as error:
-        raise _unreadable(path, error) from error
 
 
-def _whole(table: pa.Table) -> Columns:
-    by_name = dict(zip(table.column_names, table.columns, strict=True))
-    return Columns(by_name, np.zeros(0, dtype=np.int64), [])
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Errors that name the file."""
+    try:
+        yield
+    except (OSError, EOFError, zlib.error, csv.Error, pa.ArrowException, ValueError) as error:
+        empty = path.is_file() and path.stat().st_size == 0
+        why = "the file is empty" if empty else one_line(error)
+        raise UsageError(f"cannot read {path}: {why}") from error
 
 
 def _mapped(path: Path) -> pa.Table:
@@ -90,12 +91,6 @@ def _mapped(path: Path) -> pa.Table:
     return reader.read_all()
 
 
-def _unreadable(path: Path, error: Exception) -> UsageError:
-    if path.is_file() and path.stat().st_size == 0:
-        return UsageError(f"cannot read {path}: the file is empty (0 bytes)")
-    return UsageError(f"cannot read {path}: {one_line(error)}")
-
-
 # Text tables.
 
 
@@ -104,17 +99,18 @@ def _header(path: Path, separator: str) -> list[str]:
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
         names = next(filter(None, csv.reader(lines, delimiter=separator)), None)
     if names is None:
-        raise UsageError(f"cannot read {path}: the file is empty ({path.stat().st_size} bytes)")
+        raise ValueError("the file is empty")
     if any(letter == "\ufffd" or letter < "\t" for letter in "".join(names)):
-        raise UsageError(f"cannot read {path}: expected a text table in UTF-8")
+        raise ValueError("expected a text table in UTF-8")
     return names
 
 
 def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
-    malformed: list[Any] = []
+    bad: dict[int, str] = {}
 
     def skip(row: Any) -> str:
-        malformed.append(row)
+        fields = plural(row.actual_columns, "field")
+        bad[row.number - 2] = f"{fields} instead of {row.expected_columns}"
         return "skip"
 
     table = pa.csv.read_csv(
@@ -125,28 +121,18 @@ def _read_csv(path: Path, names: list[str], separator: str) -> Columns:
             delimiter=separator, newlines_in_values=True, invalid_row_handler=skip
         ),
         convert_options=pa.csv.ConvertOptions(
-            column_types={name: pa.string() for name in names},
+            column_types={name: pa.large_string() for name in names},
             include_columns=names,
             check_utf8=False,  # a bad byte costs its row, not the file: see TablePairs
         ),
     )
-    damage = []
-    if malformed:
-        first = malformed[0]
-        damage.append(
-            f"{path}: {plural(len(malformed), 'row')} left out, the first (row {first.number - 1}) "
-            f"has {plural(first.actual_columns, 'field')} instead of {first.expected_columns}: "
-            f"{first.text[:40]!r}"
-        )
     if lost := _swallowed(path, table, separator):
-        row = table.num_rows + len(malformed)
-        damage.append(
-            f"{path}: row {row} and {plural(lost, 'line')} after it are left out: a "
-            "quote is never closed"
-        )
+        bad[table.num_rows + len(bad) - 1] = f"an open quote, {plural(lost, 'line')} are lost"
         table = table.slice(0, table.num_rows - 1)
-    left_out = np.array([row.number - 2 for row in malformed], dtype=np.int64)
-    return Columns(_whole(table).by_name, left_out, damage)
+    if bad:
+        is_bad = np.isin(np.arange(table.num_rows + len(bad)), [*bad])
+        table = table.take(pa.array(np.cumsum(~is_bad) - 1, mask=is_bad))
+    return Columns(table, bad)
 
 
 def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
@@ -167,64 +153,46 @@ def _swallowed(path: Path, table: pa.Table, separator: str) -> int:
 
 def _json_names(path: Path) -> list[str]:
     """The names in the first thousand lines, in order of appearance."""
-    names: dict[str, None] = {}
-    why = "no line in it"
-    for number, row in itertools.islice(_json_objects(path), _LINES_FOR_NAMES):
-        if isinstance(row, str):
-            why = f"line {number}: {row}"
-        else:
-            names.update(dict.fromkeys(row))
+    rows = list(itertools.islice(_json_objects(path), _LINES_FOR_NAMES))
+    names = dict.fromkeys(name for row in rows if isinstance(row, dict) for name in row)
     if not names:
-        raise UsageError(f"cannot read {path}: expected a JSON object in each line; {why}")
+        raise ValueError(f"expected a JSON object in each line; {rows[0] if rows else 'no line'}")
     return list(names)
 
 
 def _read_json(path: Path, names: Sequence[str], lists: Sequence[str]) -> Columns:
-    """Read columns of texts.
-
-    A name that a line lacks is null there. A line is left out if it is not an object or holds
-    anything but a text or a number under a name; so is everything after damage to the compression.
-    """
-    kinds = {name: pa.list_(pa.string()) if name in lists else pa.string() for name in names}
-    pieces: dict[str, list[pa.Array]] = {name: [] for name in names}
-    kept: list[int] = []
-    bad: list[str] = []
-    objects = _json_objects(path)
+    """Read columns of texts; a name that a line lacks is null there."""
+    kinds = [(name, pa.list_(pa.string()) if name in lists else pa.string()) for name in names]
+    pieces: list[pa.RecordBatch] = []
+    bad: dict[int, str] = {}
+    objects = enumerate(_json_objects(path))
     while lines := list(itertools.islice(objects, _PIECE)):
-        rows = []
+        rows: list[dict[str, Any]] = []
         for number, row in lines:
             try:
                 rows.append({name: _texts(row, name, name in lists) for name in names})
-                kept.append(number)
             except ValueError as error:
-                bad.append(f"line {number}: {error}")
-        for name, kind in kinds.items():
-            pieces[name].append(pa.array([row[name] for row in rows], kind))
-    by_name = {name: pa.chunked_array(pieces[name], kind) for name, kind in kinds.items()}
-    left_out = np.setdiff1d(np.arange(1, kept[-1] if kept else 0), kept) - 1
-    damage = [f"{path}: {plural(len(bad), 'line')} left out, the first is {bad[0]}"] if bad else []
-    if bad[1:] and "breaks off" in bad[-1]:
-        damage[0] += f", the last is {bad[-1]}"
-    return Columns(by_name, left_out, damage)
+                bad[number] = str(error)
+                rows.append({})
+        pieces.append(pa.RecordBatch.from_pylist(rows, pa.schema(kinds)))
+    return Columns(pa.Table.from_batches(pieces, pa.schema(kinds)), bad)
 
 
-def _json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Each line's number, from 1, and its object, or what is wrong with it."""
-    number = 0
+def _json_objects(path: Path) -> Iterator[dict[str, Any] | str]:
+    """The object of each line that is not blank, or what is wrong with it."""
+    row: Any = None
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for line in filter(bytes.strip, file):
                 try:
                     row = json.loads(line)
                 except (ValueError, RecursionError):
-                    row = None
-                yield number, row if isinstance(row, dict) else "no JSON object"
+                    row = ""
+                yield row if isinstance(row, dict) else "no JSON object"
     except (OSError, EOFError, zlib.error) as error:
-        if number == 0:
+        if row is None:  # no line has come
             raise
-        yield number + 1, f"breaks off: {one_line(error)}"
+        yield f"the file breaks off: {one_line(error)}"
 
 
 def _texts(row: dict[str, Any] | str, name: str, is_list: bool) -> Any:

@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from megabatch.errors import UsageError
+
 S = TypeVar("S")
 T = TypeVar("T")
 
@@ -24,8 +26,8 @@ _M_MMAP_THRESHOLD = -3  # glibc's malloc.h
 _MAPPED_FROM = 2**20  # bytes
 
 
-class WorkerLoader(Generic[T]):
-    """make(item) for each of some items, by worker processes that persist from loop to loop.
+class WorkerLoader(Generic[S, T]):
+    """make(item) for items, by worker processes that persist from loop to loop.
 
     It notices within 5 s that one of its processes is gone. A plain DataLoader only checks when its
     timeout is over, which may be ten minutes: the signal that would tell it at once reaches the
@@ -33,26 +35,20 @@ class WorkerLoader(Generic[T]):
 
     Args:
         make: what the processes do.
-        items: iterated anew in each loop.
         workers: processes, at least 1.
         prefetch: items in flight per worker.
-        timeout: seconds without a result after which iterating raises a RuntimeError; 0: no limit.
+        timeout: seconds without a result after which iterating raises a UsageError; 0: no limit.
     """
 
     def __init__(
-        self,
-        make: Callable[[S], T],
-        items: Iterable[S],
-        *,
-        workers: int,
-        prefetch: int,
-        timeout: float,
+        self, make: Callable[[S], T], *, workers: int, prefetch: int, timeout: float
     ) -> None:
+        self._items: _Items[S] = _Items()
         self.loader: DataLoader[Any] = DataLoader(
-            _Made(make),  # type: ignore[arg-type]
-            sampler=items,
+            _Same(),  # type: ignore[arg-type]
+            sampler=self._items,
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=make,  # type: ignore[arg-type]
             num_workers=workers,
             persistent_workers=True,
             prefetch_factor=prefetch,
@@ -63,11 +59,12 @@ class WorkerLoader(Generic[T]):
         )
         self.timeout = timeout
 
-    def run(self, stop: threading.Event | None = None) -> Iterator[T]:
+    def run(self, items: Iterable[S], stop: threading.Event | None = None) -> Iterator[T]:
         """The results in order; the processes start here, not with the first next().
 
         If `stop` is set, they end early: after the next one, or within 5 s.
         """
+        self._items.items = items
         return self._within(iter(self.loader), stop or threading.Event())
 
     def _within(self, results: Iterator[T], stop: threading.Event) -> Iterator[T]:
@@ -81,25 +78,28 @@ class WorkerLoader(Generic[T]):
                 if "timed out" not in str(error):
                     raise
                 if time.monotonic() >= end and not stop.is_set():
-                    raise
+                    told = f"the workers gave no sample for {self.timeout:g} s: one hangs"
+                    raise UsageError(told) from error
             else:
                 yield result
                 del result  # before waiting for the next one
                 end = time.monotonic() + self.timeout
 
 
-class _Made(Generic[S, T]):
-    """A function as a map, which DataLoader takes."""
+class _Items(Generic[S]):
+    """The items of the next loop, as a sampler."""
 
-    def __init__(self, make: Callable[[S], T]) -> None:
-        self.make = make
+    items: Iterable[S] = ()
 
-    def __getitem__(self, item: S) -> T:
-        return self.make(item)
+    def __iter__(self) -> Iterator[S]:
+        return iter(self.items)
 
 
-def _unchanged(item: Any) -> Any:
-    return item
+class _Same:
+    """Each item as it is, as a data set."""
+
+    def __getitem__(self, item: Any) -> Any:
+        return item
 
 
 def begin_worker(worker: int) -> None:

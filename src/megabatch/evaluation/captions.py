@@ -11,7 +11,8 @@ from typing import Any
 
 from megabatch.data import open_pairs
 from megabatch.data.grey import is_grey_folder
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption, decode_image, decoded
+from megabatch.data.images import decode_image, decoded
+from megabatch.data.pairs import BadSample, PairDataset, clean_caption
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, Samples

@@ -9,7 +9,6 @@ from datetime import timedelta
 
 from megabatch.errors import OutOfMemory, UsageError, checks_alone, one_line
 from megabatch.evaluation.config import EvalConfig, check, read_config
-from megabatch.models import names
 from megabatch.options import parse
 
 # One rank may be busy for long: reading a class of a hundred thousand files, fitting a probe.
@@ -23,8 +22,6 @@ def main(argv: list[str]) -> int:
         check(config)
         if config.run is not None:
             read_config(config.run)
-        elif config.model is not None:
-            names.check(config.model, config.pretrained)
     from megabatch.evaluation.run import evaluate  # --help imports as little as possible
     from megabatch.evaluation.table import print_evaluation
     from megabatch.ranks import is_first

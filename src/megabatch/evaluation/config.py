@@ -126,19 +126,6 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def choose_device(name: str, *, several: bool = False) -> str:
-    """Return the device that a configuration means in this process, one of `several` or alone.
-
-    Raises:
-        UsageError: there is none of the kind.
-    """
-    import torch  # not needed for --help
-
-    if several and ":" in name:
-        raise UsageError(f"--device {name}: expected auto, cpu or cuda: each process takes its own")
-    count = torch.cuda.device_count()
-    if count and (name == "auto" or (several and name == "cuda")):
-        name = f"cuda:{int(os.environ.get('LOCAL_RANK', '0')) % count}"
-    try:
-        return str(resolve_device(name))
-    except ValueError as error:
-        raise UsageError(f"--device {error}") from error
+    """The device of this process, one of `several` or alone; a UsageError if there is none."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if several else None
+    return str(resolve_device(name, local_rank))

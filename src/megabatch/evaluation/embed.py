@@ -18,8 +18,8 @@ from megabatch.errors import OutOfMemory, UsageError, plural
 from megabatch.evaluation.samples import Samples
 from megabatch.evaluation.table import left_out
 from megabatch.models import Towers
-from megabatch.models.layers import Tower
 from megabatch.models.padding import trimmed
+from megabatch.models.towers import Tower
 from megabatch.ranks import all_gather_rows, all_gather_values, local_range
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,7 +10,8 @@ from typing import Any
 
 from torchvision.datasets import ImageFolder
 
-from megabatch.data.pairs import BadSample, decode_image
+from megabatch.data.images import decode_image
+from megabatch.data.pairs import BadSample
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
 from megabatch.errors import UsageError, one_line, printable

@@ -1,4 +1,8 @@
-"""Folders as transformers' `save_pretrained` writes them."""
+"""Folders as `save_pretrained` of transformers and of sentence-transformers writes them.
+
+The latter are written without the library, in the format of releases before 6, which newer ones
+read too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,11 @@ from megabatch.models.hf_images import PROCESSORS
 from megabatch.models.huggingface import FolderTokenizer, TextEncoder, read_config
 from megabatch.models.padding import Pooling
 
+_POOLING: dict[Pooling, str] = {
+    "mean": "pooling_mode_mean_tokens",
+    "cls": "pooling_mode_cls_token",
+    "last": "pooling_mode_lasttoken",
+}
 _POOLED: dict[Pooling, str] = {
     "mean": "the mean over the tokens",
     "cls": "the first token",
@@ -27,33 +36,33 @@ def write_encoder(opened: Opened, folder: Path) -> list[str]:
     """Write a text encoder and its tokenizer; see `Writer`."""
     module: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
-    save_encoder(module.visual, tokenizer, folder)
+    _save_encoder(module.visual, tokenizer, folder)
     note = (
         "the folder has the encoder alone: an embedding is "
         f"{_POOLED[module.visual.pooling]} of its last hidden states, normalised"
     )
-    if without_pooler(module.visual):
+    if _without_pooler(module.visual):
         note += "; add_pooling_layer=False loads it without a pooler, which no embedding uses"
     return [note]
 
 
-def without_pooler(encoder: TextEncoder) -> dict[str, bool]:
+def _without_pooler(encoder: TextEncoder) -> dict[str, bool]:
     """The arguments with which `AutoModel` loads a saved encoder without a pooler."""
     parameters = inspect.signature(type(encoder.encoder)).parameters
     return {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
 
 
-def save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+def _save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
     """Save an encoder as `AutoModel` loads it, and its tokenizer; without a pooler, if it has one.
 
-    No feature uses it. See `without_pooler`.
+    No feature uses it. See `_without_pooler`.
     """
     model: Any = encoder.encoder
     model.save_pretrained(folder)
-    save_tokenizer(tokenizer, folder)
+    _save_tokenizer(tokenizer, folder)
 
 
-def save_tokenizer(tokenizer: FolderTokenizer, folder: Path) -> None:
+def _save_tokenizer(tokenizer: FolderTokenizer, folder: Path) -> None:
     """Save a tokenizer that truncates texts to the run's context length."""
     from transformers import AutoTokenizer
 
@@ -75,7 +84,7 @@ def write_clip(opened: Opened, folder: Path) -> list[str]:
         for name, value in module.state_dict().items()
     }
     notes = save_clip(model, state, folder)
-    save_tokenizer(tokenizer, folder)
+    _save_tokenizer(tokenizer, folder)
     for name in PROCESSORS:
         if (tokenizer.folder / name).is_file():
             shutil.copyfile(tokenizer.folder / name, folder / name)
@@ -92,6 +101,62 @@ def save_clip(model: Any, state: dict[str, Tensor], folder: Path) -> list[str]:
     return [
         f"{type(model).__name__} has no logit bias: the run's, {float(bias):.4g}, is left out; "
         "embeddings do not depend on it"
+    ]
+
+
+# --- sentence-transformers ------------------------------------------------------------------------
+
+
+def write_sentence_model(opened: Opened, folder: Path) -> list[str]:
+    """Write a model whose `encode` gives normalised embeddings; see `Writer`.
+
+    Two encoders become two models, in the folders `query` and `document`.
+    """
+    pair: Any = opened.towers.module
+    tokenizer: Any = opened.towers.tokenizer
+    notes = _differences(opened)
+    if pair.text is None:
+        _write_model(pair.visual, tokenizer, folder)
+        return notes
+    for side, encoder in (("query", pair.visual), ("document", pair.text)):
+        (folder / side).mkdir()
+        _write_model(encoder, tokenizer, folder / side)
+    return [*notes, "there are two models, in its folders query and document: load each of them"]
+
+
+def _write_model(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+    _save_encoder(encoder, tokenizer, folder)
+    settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
+    if left_out := _without_pooler(encoder):
+        settings["model_args"] = left_out
+    write_json(folder / "sentence_bert_config.json", settings)
+    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    listed = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(modules.items())
+    ]
+    write_json(folder / "modules.json", listed)
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()  # it has no files, but its folder is looked for
+    model: Any = encoder.encoder
+    modes = {name: kind == encoder.pooling for kind, name in _POOLING.items()}
+    settings = {"word_embedding_dimension": int(model.config.hidden_size), **modes}
+    write_json(folder / "1_Pooling" / "config.json", settings)
+    settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    write_json(folder / "config_sentence_transformers.json", settings)
+
+
+def _differences(opened: Opened) -> list[str]:
+    """Differences between the padding of the two libraries that the embeddings may show."""
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = opened.towers.tokenizer
+    own = AutoTokenizer.from_pretrained(tokenizer.folder, local_files_only=True)
+    if opened.towers.lengths and own.padding_side == "right":
+        return []
+    return [
+        f"features of {opened.towers.name} may depend on padding: the run padded texts to "
+        f"{tokenizer.context_length} tokens, sentence-transformers pads to the longest of a batch"
     ]
 
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
-from megabatch.export import clip, hugging_face, openclip, sentence_transformers
+from megabatch.export import hugging_face, openclip
 from megabatch.export.command import Target, Weights
 from megabatch.files import new_folder
 from megabatch.hints import is_reference
@@ -78,15 +78,17 @@ def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
     visual = getattr(module, "visual", None)
     if isinstance(visual, TextEncoder) and module.text is None:
         return "a Hugging Face text encoder", {
-            "sentence-transformers": sentence_transformers.write,
+            "sentence-transformers": hugging_face.write_sentence_model,
             "huggingface": hugging_face.write_encoder,
         }
     if isinstance(visual, TextEncoder):
-        return "a pair of two text encoders", {"sentence-transformers": sentence_transformers.write}
+        return "a pair of two text encoders", {
+            "sentence-transformers": hugging_face.write_sentence_model
+        }
     if isinstance(visual, ImageTower):
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
     if is_reference(towers.name):
         return "a model of your own", {}
     if isinstance(module, TwoTowers):
         return "an architecture of megabatch's own", {}
-    return "an OpenCLIP model", {"openclip": openclip.write, "huggingface": clip.write}
+    return "an OpenCLIP model", {"openclip": openclip.write, "huggingface": openclip.write_clip}

@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> Any:
             "pip install 'open_clip_torch>=3.1,<4'"
         )
     check(trainer.parse_args(list(argv)))
-    replaced = {
+    replaced: dict[str, Any] = {
         created: functools.partial(create, getattr(trainer, created)),
         "train_one_epoch": functools.partial(train, theirs),
     }

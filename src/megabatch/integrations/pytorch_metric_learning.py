@@ -61,7 +61,7 @@ class SupConLoss(losses.SupConLoss):
         ref_labels: Tensor | None,
     ) -> Losses:
         """Each anchor's loss, for the reducer."""
-        inputs = embeddings, labels, indices_tuple, ref_emb, ref_labels
+        inputs: tuple[Any, ...] = embeddings, labels, indices_tuple, ref_emb, ref_labels
         if not _pairs_by_labels(*inputs):
             own: Losses = super().compute_loss(*inputs)
             return own
@@ -98,7 +98,7 @@ class NTXentLoss(losses.NTXentLoss):
         ref_labels: Tensor | None,
     ) -> Losses:
         """The mean over pairs; for another reducer, the library's own losses of all pairs."""
-        inputs = embeddings, labels, indices_tuple, ref_emb, ref_labels
+        inputs: tuple[Any, ...] = embeddings, labels, indices_tuple, ref_emb, ref_labels
         if not (_pairs_by_labels(*inputs) and _is_plain_mean(self.reducer)):
             own: Losses = super().compute_loss(*inputs)
             return own

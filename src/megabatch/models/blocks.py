@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from inspect import ismethod
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.models.images import PatchConvolution, PixelNormalization
-from megabatch.models.layers import Tower, tower_of
+from megabatch.models.towers import Tower, tower_of
 from megabatch.torch_internals import configure_compiler, mark_compiled_in_place
 
 
@@ -92,20 +92,19 @@ def _forward_of_its_own() -> Callable[..., Any]:
 
 def _lists_of_blocks(module: nn.Module) -> dict[str, list[nn.Module]]:
     """The blocks by the name of the list that repeats them, or the towers by their names."""
-    towers = {name: [child] for name, child in module.named_children() if _is_composite(child)}
-    return dict(_repeated(module, "")) or towers
-
-
-def _repeated(module: nn.Module, prefix: str) -> Iterator[tuple[str, list[nn.Module]]]:
-    for name, child in module.named_children():
+    lists: dict[str, list[nn.Module]] = {}
+    for name, child in module.named_modules():
         members = list(child.children())
-        alike = len({type(member) for member in members}) == 1
-        listed = isinstance(child, nn.ModuleList)
         repeated = isinstance(child, nn.Sequential) and len(members) > 1
-        if alike and (listed or repeated) and all(map(_is_composite, members)):
-            yield prefix + name, members
-        else:
-            yield from _repeated(child, f"{prefix}{name}.")
+        if (
+            (repeated or isinstance(child, nn.ModuleList))
+            and len({type(member) for member in members}) == 1
+            and all(map(_is_composite, members))
+            and not any(name.startswith(f"{outer}.") for outer in lists)
+        ):
+            lists[name] = members
+    towers = {name: [child] for name, child in module.named_children() if _is_composite(child)}
+    return lists or towers
 
 
 def _is_composite(module: nn.Module) -> bool:

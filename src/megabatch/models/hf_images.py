@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torch import Tensor, nn
+from transformers import AutoImageProcessor
 
 from megabatch.errors import UsageError
 from megabatch.models.huggingface import READING, read_model, read_tokenizer, reading
@@ -34,7 +36,7 @@ _TOLERANCE = 0.1  # of two libraries' filters, in standard deviations
 def create(
     name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
 ) -> Towers:
-    """Build a two-tower model; see `registry.create`, which reads the config.
+    """Build a two-tower model; see `huggingface.create`, which reads the config.
 
     Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
     filter and shape (centre crop, or squashed) of the folder's own image processor.
@@ -120,9 +122,6 @@ def _transforms(folder: Path, size: int) -> list[Transform]:
         UsageError: the folder's image processor does anything that these do not: they resize to
             the model's size, and crop to the same one.
     """
-    from open_clip.transform import PreprocessCfg, image_transform_v2
-    from transformers import AutoImageProcessor
-
     with reading(folder):
         own = AutoImageProcessor.from_pretrained(folder, **READING)
         shape: Any = "shortest" if getattr(own, "do_center_crop", False) else "squash"

@@ -7,7 +7,7 @@ first layer of image transformers is a matrix product of their patches.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,37 +19,27 @@ from torch.nn import functional as F
 Transform = Callable[[Any], Tensor]
 
 
-def with_bytes(
-    tower: nn.Module, train_transform: Transform, eval_transform: Transform
-) -> tuple[Transform, Transform]:
-    """Move the normalisation from two transforms into an image tower.
+def with_bytes(tower: nn.Module, *transforms: Any) -> tuple[Transform, ...]:
+    """Move the normalisation from transforms into an image tower.
 
     The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, and
-    normalised ones too. Transforms that do not end in `ToTensor` and the same `Normalize` stay as
-    they are, and so does the tower.
+    normalised ones too. Transforms that do not all end in `ToTensor` and the same `Normalize` stay
+    as they are, and so does the tower.
     """
-    train, norm = _split(train_transform)
-    evaluation, eval_norm = _split(eval_transform)
-    if norm is None or norm != eval_norm:
-        return train_transform, eval_transform
-    tower.pixel_normalization = PixelNormalization(*norm)
+    from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
+
+    ends = [one.transforms[-2:] if isinstance(one, Compose) else [] for one in transforms]
+    kinds = ToTensor, Normalize
+    alike = all(len(end) == 2 and all(map(isinstance, end, kinds)) for end in ends)
+    if not alike or len({str(end[-1]) for end in ends}) > 1:
+        return transforms
+    _, last = ends[0]
+    tower.pixel_normalization = PixelNormalization(last.mean, last.std)
     # Another class rather than a module around it or a hook: names of weights stay, and frozen
     # towers are still recognised.
     own = type(tower)
     tower.__class__ = type(own.__name__, (_TakesBytes, own), {"__module__": own.__module__})
-    return train, evaluation
-
-
-def _split(transform: Any) -> tuple[Transform, tuple[list[float], list[float]] | None]:
-    """A transform without its last two steps, and the mean and deviation of the normalisation."""
-    from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
-
-    if not isinstance(transform, Compose) or len(transform.transforms) < 2:
-        return transform, None
-    *first, to_tensor, last = transform.transforms
-    if not (isinstance(to_tensor, ToTensor) and type(last) is Normalize and not last.inplace):
-        return transform, None
-    return Compose([*first, PILToTensor()]), ([*map(float, last.mean)], [*map(float, last.std)])
+    return tuple(Compose([*one.transforms[:-2], PILToTensor()]) for one in transforms)
 
 
 class PixelNormalization(nn.Module):
@@ -62,7 +52,7 @@ class PixelNormalization(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: list[float], std: list[float]) -> None:
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)

@@ -1,16 +1,13 @@
-"""The names of models, mistakes in them that are found without a library, and their list."""
+"""The names of models, and their list; libraries are imported by the functions that need them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from megabatch.errors import UsageError, did_you_mean
 from megabatch.hints import is_reference
-from megabatch.models import weights
 from megabatch.options import parse
 
 #: Our own model.
@@ -19,6 +16,11 @@ HUGGING_FACE, OPENCLIP = "hf:", "local-dir:"
 CONFIGURATION = "open_clip_config.json"  # of a folder that open_clip saved for the hub
 #: Prefixes of folders, each with the file that such a folder has.
 _FOLDERS = {OPENCLIP: CONFIGURATION, HUGGING_FACE: "config.json"}
+#: How to get a model that is not here.
+DOWNLOAD = (
+    "nothing is downloaded; for a model of the Hugging Face hub: pip install huggingface_hub; "
+    "hf download OWNER/NAME --local-dir PATH; then --model hf:PATH or, of OpenCLIP, local-dir:PATH"
+)
 
 
 @dataclass(frozen=True)
@@ -40,38 +42,28 @@ def main(argv: list[str]) -> int:
 
 
 def available() -> list[str]:
-    """The names that `create` takes apart from folders and code: ours first, then open_clip's.
-
-    Importing open_clip takes seconds, so its files are looked at instead, unless it is imported
-    anyway: then those added by `open_clip.add_model_config` are among them.
-    """
-    if "open_clip" not in sys.modules and (spec := importlib.util.find_spec("open_clip")):
-        places = map(Path, spec.submodule_search_locations or [])
-        found = [path.stem for place in places for path in place.glob("model_configs/*.json")]
-        return [GLYPH, *sorted(found)]
+    """The names that `create` takes apart from folders and code: ours first, then open_clip's."""
     import open_clip
 
-    return [GLYPH, *sorted(open_clip.list_models())]
+    return [GLYPH, *open_clip.list_models()]
 
 
-def check(name: str, pretrained: str | Path | None = None) -> None:
-    """Check what `registry.create` is given as far as no library is needed for it.
+def check(name: str) -> None:
+    """Check that there is a model of this name, or its folder.
 
     Raises:
-        UsageError: there is no such model or folder, or no such file of weights.
+        UsageError: there is none.
     """
     prefix = next((prefix for prefix in _FOLDERS if name.startswith(prefix)), "")
     folder = Path(name.removeprefix(prefix))
     found = [p + str(folder) for p, file in _FOLDERS.items() if (folder / file).is_file()]
-    hint = f"; did you mean {found[0]}?" if found else f"; {weights.DOWNLOAD}"
+    hint = f"; did you mean {found[0]}?" if found else f"; {DOWNLOAD}"
     if prefix and not (folder / _FOLDERS[prefix]).is_file():
         raise UsageError(f"--model {name}: there is no {folder / _FOLDERS[prefix]}{hint}")
-    if not prefix and not is_reference(name) and name not in (known := available()):
+    if not prefix and not is_reference(name) and name != GLYPH and name not in available():
         if not found and "/" not in name:
-            hint = did_you_mean(name, known, 3)
+            hint = did_you_mean(name, available(), 3)
         raise UsageError(f"--model: {name!r} is not known{hint} (`megabatch models` lists all)")
-    if pretrained is not None:
-        weights.find(Path(pretrained))
 
 
 def has_weights(folder: Path) -> bool:

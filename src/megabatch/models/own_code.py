@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
 import sys
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from megabatch.errors import UsageError, did_you_mean, one_line
@@ -33,11 +34,8 @@ def load(reference: str, setting: str) -> Any:
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    try:
+    with _failures(f"{label}: importing {module_name}, installed or in {folder}"):
         module = importlib.import_module(module_name)
-    except Exception as error:
-        place = f"{label}: importing {module_name}, installed or in {folder}"
-        raise failure(place, error) from error
     found = getattr(module, name, None)
     if not callable(found):
         hint = did_you_mean(name, [known for known in vars(module) if known != name])
@@ -52,12 +50,8 @@ def call(found: Any, label: str, **arguments: Any) -> Any:
         UsageError: it needs others, or it fails.
     """
     known = accepted(found, arguments, label)
-    try:
+    with _failures(label):
         return found(**{name: arguments[name] for name in known})
-    except UsageError:
-        raise
-    except Exception as error:
-        raise failure(label, error) from error
 
 
 def accepted(found: Any, names: Collection[str], label: str, *, positional: int = 0) -> set[str]:
@@ -81,14 +75,15 @@ def accepted(found: Any, names: Collection[str], label: str, *, positional: int 
     return {p.name for p in rest} & set(names)
 
 
-def describe(value: object) -> str:
-    """A value's type, with the value if that is short."""
-    text = repr(value)
-    return f"{text} ({type(value).__name__})" if len(text) < 40 else type(value).__name__
-
-
-def failure(label: str, error: Exception) -> UsageError:
-    """The error of the user's code, on one line with its place."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return UsageError(f"{label}: {type(error).__name__}: {one_line(error, 400)}{place}")
+@contextlib.contextmanager
+def _failures(label: str) -> Iterator[None]:
+    """Turn an error of the user's code into a UsageError: one line, with its place."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"({frame.filename}, line {frame.lineno})"
+        reason = one_line(error, 400)
+        raise UsageError(f"{label}: {type(error).__name__}: {reason} {place}") from error

@@ -9,7 +9,7 @@ from torch import nn
 
 from megabatch.errors import UsageError
 from megabatch.hints import is_reference
-from megabatch.models import glyph, hf_images, huggingface, names, openclip, own_code, weights
+from megabatch.models import names, own_code, weights
 from megabatch.models.towers import ModelOptions, Towers
 
 
@@ -39,19 +39,22 @@ def create(
             options, or its weights are missing, damaged or another model's.
     """
     options = options or ModelOptions()
-    names.check(name, pretrained)
+    names.check(name)
     file = None if pretrained is None else weights.find(Path(pretrained))
-    if name == names.GLYPH:
-        return glyph.create(file, options)
     if is_reference(name):
         return _create_own(name, file, options)
-    if not name.startswith(names.HUGGING_FACE):
-        return openclip.create(name, file, options)
-    folder = Path(name.removeprefix(names.HUGGING_FACE))
-    config = huggingface.read_config(folder)
-    has_images = hasattr(config, "vision_config") and hasattr(config, "text_config")
-    kind = hf_images.create if has_images else huggingface.create_pair
-    return kind(name, folder, config, file, options)
+    # Each kind imports its own libraries, which take seconds.
+    if name == names.GLYPH:
+        from megabatch.models import glyph
+
+        return glyph.create(file, options)
+    if name.startswith(names.HUGGING_FACE):
+        from megabatch.models import huggingface
+
+        return huggingface.create(name, file, options)
+    from megabatch.models import openclip
+
+    return openclip.create(name, file, options)
 
 
 def _create_own(name: str, file: Path | None, options: ModelOptions) -> Towers:
@@ -67,15 +70,11 @@ def _create_own(name: str, file: Path | None, options: ModelOptions) -> Towers:
         options.refuse(f"{label}, a function without the parameter options,", *vars(options))
     towers = own_code.call(function, label, options=options)
     if not isinstance(towers, Towers):
-        raise UsageError(
-            f"{label}: expected to return megabatch.models.Towers, got {own_code.describe(towers)}"
-        )
+        got = type(towers).__name__
+        raise UsageError(f"{label}: expected to return megabatch.models.Towers, got {got}")
     scale = getattr(towers.module, "logit_scale", None)
     if not isinstance(scale, nn.Parameter) or scale.numel() != 1:
-        raise UsageError(
-            f"{label}: module.logit_scale: expected a parameter with one element, got "
-            f"{own_code.describe(scale)}"
-        )
+        raise UsageError(f"{label}: module.logit_scale: expected a parameter with one element")
     if file is not None:
         weights.load_model(towers.module, file, name)
     towers.module.train()

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from megabatch.errors import UsageError, one_line
-from megabatch.models.layers import Tower, tower_of
+from megabatch.models.names import DOWNLOAD
+from megabatch.models.towers import Tower, tower_of
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-# Libraries are imported by the functions that use them: `find` needs none.
-
-#: How to get a model that is not here.
-DOWNLOAD = (
-    "nothing is downloaded; for a model of the Hugging Face hub: pip install huggingface_hub; "
-    "hf download OWNER/NAME --local-dir PATH; then --model hf:PATH or, of OpenCLIP, local-dir:PATH"
-)
 #: File names of a folder's weights, in order of preference: open_clip's, then a run's.
 _IN_FOLDER = (
     "open_clip_model.safetensors",
@@ -28,25 +23,20 @@ _IN_FOLDER = (
 )
 #: Prefixes that a file's names may lack: of a tower alone, of a timm trunk.
 _PREFIXES = {"image": ("", "visual.", "visual.trunk."), "text": ("", "text.")}
-_SHARED = ("logit_scale", "logit_bias")
 
 
 def find(path: Path, option: str = "--pretrained") -> Path:
     """Return the file of weights: `path` itself, or that in a folder by open_clip or a run.
 
-    `option` is for errors.
-
     Raises:
         UsageError: there is none.
     """
+    found = path
     if path.is_dir():
-        found = [path / name for name in _IN_FOLDER if (path / name).is_file()]
-        if not found:
-            raise UsageError(f"{option}: {path} has none of {', '.join(_IN_FOLDER)}")
-        return found[0]
-    if not path.is_file():
-        raise UsageError(f"{option}: there is no file {path} ({DOWNLOAD})")
-    return path
+        found = next((path / n for n in _IN_FOLDER if (path / n).is_file()), path / _IN_FOLDER[2])
+    if not found.is_file():
+        raise UsageError(f"{option}: there is no file {found} ({DOWNLOAD})")
+    return found
 
 
 def load(path: Path, option: str = "--pretrained") -> dict[str, Tensor]:
@@ -58,16 +48,13 @@ def load(path: Path, option: str = "--pretrained") -> dict[str, Tensor]:
     Raises:
         UsageError: it is damaged, or has no tensors by name, or code to run.
     """
-    import torch
-    from safetensors.torch import load_file
-
     try:
         if path.suffix == ".safetensors":
             read: Any = load_file(path)
         else:
             read = torch.load(path, map_location="cpu", weights_only=True)
             read = read.get("state_dict", read)
-        found = {n: value for n, value in read.items() if isinstance(value, torch.Tensor)}
+        found = {n: value for n, value in read.items() if isinstance(value, Tensor)}
     except pickle.UnpicklingError as error:
         raise UsageError(
             f"{option}: {path} holds more than tensors, and code in a pickle is not run"
@@ -91,13 +78,11 @@ def load_model(module: nn.Module, path: Path, name: str) -> None:
     Raises:
         UsageError: the file holds another model's weights.
     """
-    import torch
-
     state = load(path)
     bias = getattr(module, "logit_bias", torch.nan)
     if "logit_bias" in state and bias is None:
-        module.logit_bias = torch.nn.Parameter(torch.zeros_like(state["logit_bias"]))
-    elif isinstance(bias, torch.Tensor):
+        module.logit_bias = nn.Parameter(torch.zeros_like(state["logit_bias"]))
+    elif isinstance(bias, Tensor):
         state.setdefault("logit_bias", bias.detach())
     try:
         module.load_state_dict(state)
@@ -117,32 +102,30 @@ def load_tower(module: nn.Module, tower: Tower, path: Path) -> None:
     Raises:
         UsageError: the file lacks some of the tower's tensors, or has them in other sizes.
     """
+    from open_clip.model import resize_pos_embed, resize_text_pos_embed
+
     option = f"--pretrained-{tower}-path"
     stored = load(find(path, option), option)
     # A text tower may be a submodule in the file, but not in the model.
     stored |= {name.removeprefix("text."): value for name, value in stored.items()}
-    wanted = [n for n in module.state_dict() if n not in _SHARED and tower_of(n) == tower]
+    shared = ("logit_scale", "logit_bias")
+    wanted = [n for n in module.state_dict() if n not in shared and tower_of(n) == tower]
     missing = wanted
     for prefix in _PREFIXES[tower]:
         names = {name: name.removeprefix(prefix) for name in wanted if name.startswith(prefix)}
         absent = [name for name, in_file in names.items() if in_file not in stored]
         if names and not absent:
-            _fit(module, {n: stored[in_file] for n, in_file in names.items()}, f"{option}: {path}")
-            return
+            break
         missing = min(missing, absent or missing, key=len)
-    raise UsageError(
-        f"{option}: {path} lacks {len(missing)} of the {len(wanted)} tensors of the {tower} tower, "
-        f"such as {min(missing, default='')}"
-    )
-
-
-def _fit(module: nn.Module, state: dict[str, Tensor], label: str) -> None:
-    """Load some of a module's weights, with positions resized; UsageError if they do not fit."""
-    from open_clip.model import resize_pos_embed, resize_text_pos_embed
-
+    else:
+        raise UsageError(
+            f"{option}: {path} lacks {len(missing)} of the {len(wanted)} tensors of the {tower} "
+            f"tower, such as {min(missing, default='')}"
+        )
+    state = {name: stored[in_file] for name, in_file in names.items()}
     try:
         resize_pos_embed(state, module)  # neither affects other models
         resize_text_pos_embed(state, module)
         module.load_state_dict(state, strict=False)
     except Exception as error:  # other sizes; open_clip's resizing raises various kinds
-        raise UsageError(f"{label} is of another tower: {one_line(error)}") from error
+        raise UsageError(f"{option}: {path} is of another tower: {one_line(error)}") from error

@@ -7,8 +7,8 @@ from megabatch.imports import lazy
 if TYPE_CHECKING:
     from megabatch.planning.machine import Machine, this_machine
     from megabatch.planning.plan import NoPlan, Plan, make_plan
-    from megabatch.planning.show import print_plan, to_json
+    from megabatch.planning.show import print_plan
 
-__all__ = ["Machine", "NoPlan", "Plan", "make_plan", "print_plan", "this_machine", "to_json"]
+__all__ = ["Machine", "NoPlan", "Plan", "make_plan", "print_plan", "this_machine"]
 
 __getattr__ = lazy(__name__)

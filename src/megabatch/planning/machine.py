@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
@@ -18,64 +18,42 @@ FRAGMENTATION = 0.05
 GPUS = 8
 #: Bytes for CUDA's context, cuBLAS's workspaces and NCCL's buffers, if they cannot be measured.
 CONTEXT = 1 << 30
-#: Share of a network card's nominal rate that transfers reach; assumed, not measured here.
-NIC_SHARE = 0.88
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """The speeds of one of the GPUs of a run, per second; by default those of an H200.
+class Datasheet(NamedTuple):
+    """A model of GPU as its vendor describes it.
 
-    Those of the loss and of transfers are fitted to records of benchmarks/single_gpu.py and
-    benchmarks/scaling.py, those of the encoders by benchmarks/plan_check.py.
+    Operations per second of dense bfloat16 products; bytes per second of its memory, and of NVLink
+    or, without it, of PCIe to other GPUs in one direction; bytes that CUDA reports.
+    """
 
-    Attributes:
-        products: operations of large matrix products. memory: bytes of its memory.
-        nvlink: bytes that it receives from GPUs of its host in a collective; network: from other
-            hosts, its share of their network cards; host_link: from its host.
-        encoders: share of `products` that the encoders' matrix products and attention reach.
-        convolutions: share of it that convolutions reach, by patches of images.
-        kernel: seconds of each kernel in addition: its launch, and its tail, in which
-            multiprocessors idle.
-        separate: share of `memory` that kernels reach which torch.compile does not fuse.
+    products: float
+    memory: float
+    nvlink: float
+    capacity: int
+
+
+#: NVIDIA's datasheets of SXM modules (of A100 and A800 those with 80 GB), by word of a GPU's name.
+DATASHEETS = {
+    "H200": Datasheet(989.5e12, 4.8e12, 450e9, 143_771 << 20),
+    "H100": Datasheet(989.5e12, 3.35e12, 450e9, 81_559 << 20),
+    "A100": Datasheet(312e12, 2.039e12, 300e9, 81_920 << 20),
+    "A800": Datasheet(312e12, 2.039e12, 200e9, 81_920 << 20),
+    "L40S": Datasheet(362.05e12, 864e9, 32e9, 46_068 << 20),
+}
+
+
+class Speeds(NamedTuple):
+    """What a GPU reaches per second; by default an H200, measured by benchmarks/scaling.py.
+
+    Operations of large matrix products; bytes of its memory; bytes that it receives from GPUs of
+    its host in a collective, and from other hosts: 88% of a card of 400 Gbit/s, which is assumed.
     """
 
     products: float = 665e12
     memory: float = 3.6e12
     nvlink: float = 324e9
     network: float = 44e9
-    host_link: float = 50e9
-    encoders: float = 0.97
-    convolutions: float = 0.05
-    kernel: float = 5e-6
-    separate: float = 0.82
-
-
-class Datasheet(NamedTuple):
-    """A model of GPU as its vendor describes it.
-
-    Operations per second of dense bfloat16 products; bytes per second of its memory, of NVLink or,
-    without it, of PCIe to other GPUs in one direction, and of PCIe to the host; bytes that CUDA
-    reports.
-    """
-
-    products: float
-    memory: float
-    nvlink: float
-    host_link: float
-    capacity: int
-
-
-#: NVIDIA's datasheets of SXM modules (of A100 and A800 those with 80 GB), by word of a GPU's name.
-DATASHEETS = {
-    "H200": Datasheet(989.5e12, 4.8e12, 450e9, 64e9, 143_771 << 20),
-    "H100": Datasheet(989.5e12, 3.35e12, 450e9, 64e9, 81_559 << 20),
-    "A100": Datasheet(312e12, 2.039e12, 300e9, 32e9, 81_920 << 20),
-    "A800": Datasheet(312e12, 2.039e12, 200e9, 32e9, 81_920 << 20),
-    "L40S": Datasheet(362.05e12, 864e9, 32e9, 32e9, 46_068 << 20),
-}
-#: The kind of GPU whose speeds were measured.
-MEASURED = "H200"
 
 
 def datasheet(name: str) -> Datasheet | None:
@@ -88,12 +66,10 @@ def datasheet(name: str) -> Datasheet | None:
 
 def speeds_of(name: str) -> Speeds | None:
     """The speeds of a GPU by its name: an H200's shares of what its datasheet promises."""
-    sheet, measured, base = datasheet(name), DATASHEETS[MEASURED], Speeds()
-    if sheet is None:
+    if (sheet := datasheet(name)) is None:
         return None
-    rates = ("products", "memory", "nvlink", "host_link")
-    shares = {rate: getattr(sheet, rate) / getattr(measured, rate) for rate in rates}
-    return replace(base, **{rate: getattr(base, rate) * share for rate, share in shares.items()})
+    rates = zip(Speeds()[:3], sheet[:3], DATASHEETS["H200"][:3], strict=True)
+    return Speeds(*(reached * rate / promised for reached, rate, promised in rates))
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,11 @@ _CPU_BLOCK = 512, 1024, 24
 ITSELF = ("ntxent", "dcl")
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """Bytes on each device that do not depend on the batch.
 
-    Attributes:
-        weights, gradients, optimizer, average: with FSDP2, of the shards.
-        whole_weights, whole_gradients: with FSDP2, the unsharded ones, from the first forward pass
-            of a step to its end (ZeRO-2; see `megabatch.training.parallel`).
-        update: temporary memory of the optimizer's step.
+    With FSDP2 they are those of the shards, and the unsharded ones are there from the first forward
+    pass of a step to its end (ZeRO-2).
     """
 
     weights: int
@@ -44,7 +40,6 @@ class State:
     average: int
     whole_weights: int
     whole_gradients: int
-    update: int
 
 
 def state_bytes(module: nn.Module, config: TrainConfig, ranks: int) -> State:
@@ -55,11 +50,6 @@ def state_bytes(module: nn.Module, config: TrainConfig, ranks: int) -> State:
     optimizer = sum(_optimizer_bytes(config, parameter) for parameter in trained)
     average = 0 if config.ema_decay is None else sum(4 * p.numel() for p in trained)
     sharded = config.parallel == "fsdp" and ranks > 1
-    # AdamW is one fused kernel, and so is SGD but for shards, which it updates all at once; the
-    # others take one parameter at a time.
-    largest = max((p.nbytes for p in trained), default=0)
-    fused = {"adamw": 0, "sgd": gradients if sharded else 0}
-    update = fused.get(config.opt, 2 * largest)
     n = ranks if sharded else 1
     return State(
         weights=-(-weights // n) + sum(buffer.nbytes for buffer in module.buffers()),
@@ -68,7 +58,6 @@ def state_bytes(module: nn.Module, config: TrainConfig, ranks: int) -> State:
         average=-(-average // n),
         whole_weights=weights if sharded else 0,
         whole_gradients=gradients if sharded else 0,
-        update=-(-update // n),
     )
 
 

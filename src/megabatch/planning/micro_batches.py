@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -14,24 +14,21 @@ import torch
 from megabatch.data.pairs import BadSample, PairDataset
 from megabatch.gradient_cache.batches import equal_token_runs, growth
 from megabatch.models import Towers
-from megabatch.models.layers import Tower
-from megabatch.planning.counter import Work
-from megabatch.planning.towers import MicroBatch
+from megabatch.models.towers import Tower
+from megabatch.planning.towers import MicroBatch, Work
 
 #: Texts are cut to multiples of this many tokens (`megabatch.models.padding.trimmed`).
 MULTIPLE = 8
 
 
 class Widths(NamedTuple):
-    """Tokens of each of a step's texts, with padding, as micro-batches cut them.
+    """Tokens of a text, with padding, as micro-batches cut them.
 
-    mean: in all micro-batches. most: in the one with the most tokens, as if it had no more texts
-    than others. longest: of the longest text.
+    mean: in all of them. most: in the one with the most tokens, as if all had equally many texts.
     """
 
     mean: float
     most: float
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class TextLengths:
         runs = equal_token_runs(self._runs(tower, context, rows), count)
         mean = sum(n * width * number for n, width, number in runs) / rows
         most = max(n * width for n, width, _ in runs) / -(-rows // count)
-        return Widths(mean, max(mean, most), runs[0][1])
+        return Widths(mean, max(mean, most))
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens a micro-batch of another batch may have, as for a run.
@@ -78,6 +75,10 @@ class TextLengths:
             runs.append((tokens, end - start))
             start = end
         return [(tokens, n) for tokens, n in runs if n]
+
+
+#: Texts that have all of the tokens that the model takes.
+WHOLE = TextLengths()
 
 
 def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -> TextLengths:
@@ -136,66 +137,29 @@ class MicroBatches:
     Attributes:
         mean: their mean bytes and work. largest: those of the largest one.
         count: their number.
+        tokens: mean tokens of a text, if texts are cut to known lengths.
     """
 
     mean: MicroBatch
     largest: MicroBatch
     count: int
+    tokens: float = 0.0
 
-    def passes(self) -> dict[str, int]:
-        """Bytes of activations by phase; a single micro-batch keeps its graph for the loss."""
-        one = self.largest
+    def nbytes(self, kept: int) -> dict[str, int]:
+        """Bytes of activations by phase, with those of `kept` micro-batches kept.
+
+        A single micro-batch keeps its graph for the loss.
+        """
+        one, graphs = self.largest, kept * self.mean.further
         if self.count == 1:
             return {"encode": one.peak, "loss": one.kept, "second pass": one.peak}
-        return {"encode": one.forward, "second pass": one.peak}
-
-    def beside(self, kept: int) -> dict[str, int]:
-        """Bytes of this many kept graphs, at least one, by phase, beside those of `passes`."""
-        graphs, one = kept * self.mean.further, self.largest
         # Forward passes without a graph come first, and the second pass begins with these graphs.
-        most = graphs + one.peak - one.further
-        encoded, second = max(0, most - one.forward), max(0, most - one.peak)
-        return {"encode": encoded, "loss": graphs, "second pass": second}
-
-
-@dataclass
-class Encoders:
-    """The micro-batches of a model's towers, of which few are counted.
-
-    Bytes and work are linear functions of the pairs and of the tokens of each tower, which is
-    accurate but for small micro-batches. (Where texts are shorter than attention's tiles, its work
-    depends on their number alone.)
-
-    Attributes:
-        count: counts a micro-batch of so many pairs with texts of so many tokens, by tower.
-        size: pairs of one that is counted.
-        ranges: the fewest and the most tokens of texts, of the towers that get them cut.
-    """
-
-    count: Callable[[int, Mapping[Tower, int]], MicroBatch]
-    size: int
-    ranges: Mapping[Tower, tuple[int, int]]
-    _known: dict[tuple[int, tuple[int, ...]], MicroBatch] = field(default_factory=dict)
-
-    def micro_batch(self, size: int, widths: Mapping[Tower, float]) -> MicroBatch:
-        """A micro-batch of `size` pairs with texts of so many tokens, by tower."""
-        least = {tower: shortest for tower, (shortest, _) in self.ranges.items()}
-        points = [(self.size, least)]
-        for tower, (shortest, longest) in self.ranges.items():
-            if longest > shortest:
-                points.append((self.size, {**least, tower: longest}))
-        if size != self.size > 1:
-            points.append((self.size // 2, least))
-        terms = np.array([[1, n, *(n * width for width in at.values())] for n, at in points], float)
-        wanted = np.array([1, size, *(size * width for width in widths.values())], float)
-        shares = np.linalg.lstsq(terms.T, wanted, rcond=None)[0]
-        return weighted([self._counted(*point) for point in points], shares.tolist())
-
-    def _counted(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
-        key = size, tuple(widths.values())
-        if key not in self._known:
-            self._known[key] = self.count(size, widths)
-        return self._known[key]
+        last = graphs + one.peak - one.further if kept else 0
+        return {
+            "encode": max(one.forward, last),
+            "loss": graphs,
+            "second pass": max(one.peak, last),
+        }
 
 
 def weighted(parts: Sequence[MicroBatch], shares: Sequence[float]) -> MicroBatch:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.errors import UsageError, are, plural
@@ -18,16 +19,16 @@ from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
-from megabatch.models.layers import Tower, locked_towers
+from megabatch.models.towers import Tower, locked_towers
 from megabatch.planning.machine import DATASHEETS, Machine
 from megabatch.planning.memory import AUTOCAST, loss_bytes, state_bytes
 from megabatch.planning.micro_batches import (
-    Encoders,
+    WHOLE,
     MicroBatches,
     TextLengths,
-    Widths,
     kept_at_most,
     kept_count,
+    weighted,
 )
 from megabatch.planning.seconds import step_seconds
 from megabatch.planning.towers import MicroBatch, Sample, measure, sample_of
@@ -36,16 +37,8 @@ from megabatch.planning.towers import MicroBatch, Sample, measure, sample_of
 _FILE_OVERHEAD = 500
 #: Micro-batches of decoded images in memory: in workers, in transit, being collated, pinned.
 _DECODED = 5
-#: The note of a plan with trimmed texts.
-TRIMMED = "texts count with all of their tokens: at most what trimmed ones take"
-#: The note of a plan with texts of known lengths.
-SORTED = "texts in order of length are cut to {} on average, the longest to {}"
-#: The note of a plan with a loss of the user's own.
-OWN_LOSS = "the memory of {} is unknown and not counted, except for the features' gradients"
-#: The note of a plan for GPUs whose speeds are not known.
-UNTIMED = f"the time of a step is not known on {{}}, only on {', '.join(DATASHEETS)}"
-#: Phases of a step, in order.
-PHASES = ("encode", "loss", "second pass", "update")
+#: Phases of a step, in order; the optimizer's step needs less.
+PHASES = ("encode", "loss", "second pass")
 #: Sizes whose times differ by a smaller share are equally fast.
 GAIN = 0.02
 
@@ -75,11 +68,12 @@ class Plan:
     Attributes:
         config, machine: the run.
         parts: on each device.
-        host: on each host, where the phase does not matter.
+        host: on each host of GPUs.
         step: seconds of a step by part, if known; see `step_seconds`.
-        kept: micro-batches of a step that are encoded once. micro_batches: their number.
+        kept: micro-batches of a step that are encoded once.
         notes: remarks for the user.
         problem: the reason why it does not fit, with a suggestion; "" if it fits.
+        largest_batch: about the most pairs of a step that fit a GPU, if this plan does.
     """
 
     config: TrainConfig
@@ -88,9 +82,9 @@ class Plan:
     host: tuple[Part, ...] = ()
     step: dict[str, float] | None = None
     kept: int = 0
-    micro_batches: int = 1
     notes: tuple[str, ...] = ()
     problem: str = ""
+    largest_batch: int | None = None
 
     def total(self, phase: str) -> int:
         """Bytes on each device during a phase."""
@@ -104,7 +98,7 @@ class Plan:
     @property
     def host_total(self) -> int:
         """Bytes on each host."""
-        return sum(max(part.nbytes.values()) for part in self.host)
+        return sum(part.nbytes[PHASES[0]] for part in self.host)
 
     @property
     def fits(self) -> bool:
@@ -124,7 +118,7 @@ def make_plan(
     machine: Machine,
     *,
     file_bytes: float | None = None,
-    lengths: TextLengths | None = None,
+    lengths: TextLengths = WHOLE,
 ) -> Plan:
     """Estimate a run's memory and time, whether it fits, and if not, settings that would.
 
@@ -162,7 +156,10 @@ class Planner:
     towers: Towers
     machine: Machine
     file_bytes: float | None = None
-    lengths: TextLengths | None = None
+    lengths: TextLengths = WHOLE
+
+    def __post_init__(self) -> None:
+        self._counted = functools.cache(self._count)
 
     @cached_property
     def sample(self) -> Sample:
@@ -186,7 +183,12 @@ class Planner:
     def planned(self) -> Plan:
         """The plan of the configuration, with a suggestion if it does not fit."""
         plan = self._auto() if self.config.micro_batch_size == "auto" else self.plan()
-        return plan if plan.fits else replace(plan, problem=self._problem(plan))
+        if not plan.fits:
+            return replace(plan, problem=self._problem(plan))
+        if self.machine.device == "cpu":
+            return plan
+        size = plan.config.micro_batch_size
+        return replace(plan, largest_batch=self.largest_batch(micro_batch_size=size))
 
     def plan(self, **sizes: Any) -> Plan:
         """The plan with other `sizes` than configured.
@@ -197,50 +199,34 @@ class Planner:
         config, machine = replace(self.config, **sizes), self.machine
         rows = self._rows(config)
         size = min(unmeasured_micro_batch(config), rows)
-        micro, notes = self.micro_batches(rows, size), self._notes(config, rows, size)
+        micro, inputs = self.micro_batches(rows, size), size * self.sample.nbytes
         parts = [*self._state(), *self._features(config, rows, micro.largest.feature_dtype)]
-        kept = f"{micro.largest.kept / 2**20:,.0f} MiB in the graph of {plural(size, 'pair')}"
-        parts.append(Part("activations", micro.passes(), kept))
-        inputs = [*self._inputs(config, rows)]
-        if machine.device == "cuda":
-            parts.append(_inputs_on_gpu(size * self.sample.nbytes, micro.count == 1))
-            each = min(machine.per_host, machine.count)
-            host = tuple(replace(p, nbytes={"step": each * p.nbytes[PHASES[0]]}) for p in inputs)
+        host = [*self._inputs(config, rows)]
+        if machine.device == "cpu":
+            parts, host = [*parts, *host], []
+        elif micro.count == 1:
+            parts.append(Part("inputs", dict.fromkeys(PHASES, inputs), "one micro-batch"))
         else:
-            parts, host = parts + inputs, ()
-        plan = Plan(config, machine, tuple(parts), host, notes=notes)
-        return self._with_seconds(self._with_kept(plan, micro, rows), micro, size)
+            moved = {"encode": 2 * inputs, "second pass": 2 * inputs}
+            parts.append(Part("inputs", moved, "two micro-batches"))
+        kept = self._kept(config, rows, micro, parts)
+        note = f"{micro.largest.kept / 2**20:,.0f} MiB for {plural(size, 'pair')}"
+        if kept:
+            note += f"; {kept:,} of {micro.count:,} micro-batches {are(kept)} encoded once"
+        parts.append(Part("activations", micro.nbytes(kept), note))
+        gradients = state_bytes(self.towers.module, config, machine.count).gradients
+        width, compiled = self.towers.embed_dim, self._compiled
+        step = step_seconds(config, machine, micro, kept, width, gradients, compiled=compiled)
+        notes = self._notes(config, micro.tokens)
+        return Plan(config, machine, tuple(parts), tuple(host), step, kept, notes)
 
     # --- activations ------------------------------------------------------------------------------
 
     @cached_property
     def _contexts(self) -> dict[Tower, int]:
         """Tokens that the model takes, of the towers whose texts are cut to known lengths."""
-        known = self.config.trim_texts and self.lengths and self.lengths.samples
-        inputs = self.sample.inputs
-        return {t: len(inputs[t]) for t in inputs if t in self.towers.lengths} if known else {}
-
-    @cached_property
-    def _encoders(self) -> Encoders:
-        lengths = self.lengths or TextLengths()
-        ranges = {tower: lengths.range(tower, most) for tower, most in self._contexts.items()}
-        return Encoders(self._count, self.usual, ranges)
-
-    def _count(self, size: int, widths: Mapping[Tower, int]) -> MicroBatch:
-        config, module = self.config, self.towers.module
-        sample, checkpointing = self.sample.cut(widths), config.grad_checkpointing
-        try:
-            with _checkpointed(module, checkpointing):
-                micro = measure(module, sample, size, self.machine.device, config.precision)
-        except Exception as error:  # of any type, depending on the model's operations
-            reason = " ".join(str(error).split())[:200] or type(error).__name__
-            raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
-        # What checkpoints keep are inputs, which compiled blocks have as well.
-        return micro.compiled() if self._compiled and not checkpointing else micro
-
-    def _widths(self, rows: int, size: int) -> dict[Tower, Widths]:
-        count, lengths = -(-rows // size), self.lengths or TextLengths()
-        return {t: lengths.widths(t, most, rows, count) for t, most in self._contexts.items()}
+        known = self.config.trim_texts and self.lengths.samples
+        return {t: len(self.sample.inputs[t]) for t in self.towers.lengths} if known else {}
 
     def micro_batches(self, rows: int, size: int) -> MicroBatches:
         """The micro-batches of a process with this many rows.
@@ -248,27 +234,67 @@ class Planner:
         Raises:
             NoPlan: the model's memory cannot be estimated.
         """
-        widths = self._widths(rows, size)
-        mean, largest = (
-            self._encoders.micro_batch(size, {t: getattr(w, name) for t, w in widths.items()})
-            for name in ("mean", "most")
-        )
-        return MicroBatches(mean, largest, -(-rows // size))
+        count, known = -(-rows // size), self.lengths
+        widths = [known.widths(tower, n, rows, count) for tower, n in self._contexts.items()]
+        mean = self._micro_batch(size, [width.mean for width in widths])
+        largest = self._micro_batch(size, [width.most for width in widths])
+        tokens = sum(width.mean for width in widths) / max(1, len(widths))
+        return MicroBatches(mean, largest, count, tokens)
 
-    def _with_kept(self, plan: Plan, micro: MicroBatches, rows: int) -> Plan:
-        """Add the activations that are kept for the second pass."""
-        machine, graph, of, room = plan.machine, micro.mean.further, micro.count, None
-        if machine.device == "cuda":  # the second pass has one of the graphs already
-            encode, loss, second = map(plan.total, PHASES[:3])
-            longer = [self.lengths.longer(t, n, rows, of) for t, n in self._contexts.items()]
-            room = int((machine.limit - max(encode, loss, second - graph)) / max([1.0, *longer]))
-        bound = activation_bytes(plan.config, machine.device)
-        count = kept_count([(graph, of)], kept_at_most(of, machine.count), bound, room)
-        if not count:
-            return replace(plan, micro_batches=of)
-        note = f"{count} of {of} micro-batches {are(count)} encoded once"
-        part = Part("kept activations", micro.beside(count), note)
-        return replace(plan, parts=(*plan.parts, part), kept=count, micro_batches=of)
+    def _micro_batch(self, size: int, widths: Sequence[float]) -> MicroBatch:
+        """A micro-batch of `size` pairs with texts of so many tokens, by tower of `_contexts`.
+
+        Bytes and work are linear functions of the pairs and of the tokens of each tower, from a few
+        that are counted, which is accurate but for small sizes. (Where texts are shorter than
+        attention's tiles, its work depends on their number alone.)
+        """
+        ranges = [self.lengths.range(tower, most) for tower, most in self._contexts.items()]
+        least = [shortest for shortest, _ in ranges]
+        points = [(self.usual, *least)]
+        for i, (shortest, longest) in enumerate(ranges):
+            if longest > shortest:
+                points.append((self.usual, *least[:i], longest, *least[i + 1 :]))
+        if size != self.usual > 1:
+            points.append((self.usual // 2, *least))
+        terms = np.array([[1, n, *(n * width for width in others)] for n, *others in points], float)
+        wanted = np.array([1, size, *(size * width for width in widths)], float)
+        shares = np.linalg.lstsq(terms.T, wanted, rcond=None)[0]
+        return weighted([self._counted(*point) for point in points], shares.tolist())
+
+    def _count(self, size: int, *widths: int) -> MicroBatch:
+        config, module = self.config, self.towers.module
+        sample = self.sample.cut(dict(zip(self._contexts, widths, strict=True)))
+        checkpointing = config.grad_checkpointing
+        try:
+            with ExitStack() as stack:
+                if checkpointing:
+                    checkpoint_activations(module)
+                    for block in blocks(module):  # restores the class's method
+                        stack.callback(delattr, block, "forward")
+                micro = measure(module, sample, size, self.machine.device, config.precision)
+        except Exception as error:  # of any type, depending on the model's operations
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
+        # What checkpoints keep are inputs, which compiled blocks have as well.
+        return micro.compiled() if self._compiled and not checkpointing else micro
+
+    def _kept(
+        self, config: TrainConfig, rows: int, micro: MicroBatches, others: Sequence[Part]
+    ) -> int:
+        """The number of micro-batches whose activations are kept for the second pass."""
+        machine, graph, room = self.machine, micro.mean.further, None
+        if machine.device == "cuda":
+            parts = [*others, Part("activations", micro.nbytes(0))]
+            encode, loss, second = (sum(p.nbytes.get(name, 0) for p in parts) for name in PHASES)
+            longer = (
+                self.lengths.longer(t, n, rows, micro.count) for t, n in self._contexts.items()
+            )
+            # The second pass has one of the graphs already.
+            free = machine.limit - max(encode, loss, second - graph)
+            room = int(free / max([1.0, *longer]))
+        bound = activation_bytes(config, machine.device)
+        possible = kept_at_most(micro.count, machine.count)
+        return kept_count([(graph, micro.count)], possible, bound, room)
 
     # --- the rest of a step -----------------------------------------------------------------------
 
@@ -276,19 +302,17 @@ class Planner:
         config, count = self.config, self.machine.count
         state = state_bytes(self.towers.module, config, count)
         buckets = config.parallel == "ddp" and count > 1
+        while_used = (PHASES, "in DDP's buckets") if buckets else (PHASES[2:], "")
         rows = [
             ("weights", state.weights, PHASES, ""),
-            ("weights, whole", state.whole_weights, PHASES[:3], "FSDP2, while a step runs"),
-            ("gradients", state.gradients, PHASES[0 if buckets else 2 :], "in DDP's buckets"),
-            ("gradients, whole", state.whole_gradients, PHASES[2:3], "FSDP2"),
+            ("weights, whole", state.whole_weights, PHASES, "FSDP2, while a step runs"),
+            ("gradients", state.gradients, *while_used),
+            ("gradients, whole", state.whole_gradients, PHASES[2:], "FSDP2"),
             ("optimizer state", state.optimizer, PHASES, config.opt),
             ("moving average", state.average, PHASES, ""),
-            ("optimizer's step", state.update, PHASES[3:], ""),
         ]
         return [
-            Part(name, dict.fromkeys(phases, size), note if name != "gradients" or buckets else "")
-            for name, size, phases, note in rows
-            if size
+            Part(n, dict.fromkeys(phases, size), note) for n, size, phases, note in rows if size
         ]
 
     def _features(self, config: TrainConfig, rows: int, dtype: torch.dtype) -> list[Part]:
@@ -311,44 +335,35 @@ class Planner:
         ]
 
     def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
+        """What a host, or on the CPU a process, has of inputs."""
         # The current batch, the next one and, with workers, the parts of the one after that.
-        if self.file_bytes is None:
-            size, batches = self.sample.nbytes, 3 if config.workers else 2
-            note = f"{size:,} bytes a pair, {batches} batches"
-            yield Part("raw inputs", dict.fromkeys(PHASES, batches * rows * size), note)
-            return
-        size = round(self.file_bytes) + _FILE_OVERHEAD + self.sample.bytes_of("text")
-        note = f"{size:,} bytes a pair, 3 batches"
-        yield Part("image files and texts", dict.fromkeys(PHASES, 3 * rows * size), note)
-        decoded = min(rows, _DECODED * unmeasured_micro_batch(config))
-        decoded *= self.sample.bytes_of("image")
-        note = f"{_DECODED} micro-batches"
-        yield Part("decoded images", dict.fromkeys(PHASES, decoded), note)
+        machine, batches = self.machine, 3 if config.workers or self.file_bytes is not None else 2
+        each = min(machine.per_host, machine.count) if machine.device == "cuda" else 1
+        size, name = self.sample.nbytes, "raw inputs"
+        if self.file_bytes is not None:
+            size, name = round(self.file_bytes) + _FILE_OVERHEAD, "image files and texts"
+            size += self.sample.bytes_of("text")
+            decoded = min(rows, _DECODED * unmeasured_micro_batch(config)) * each
+            decoded *= self.sample.bytes_of("image")
+            yield Part(
+                "decoded images", dict.fromkeys(PHASES, decoded), f"{_DECODED} micro-batches"
+            )
+        note = f"{size:,} bytes a pair, {batches} batches"
+        yield Part(name, dict.fromkeys(PHASES, batches * rows * size * each), note)
 
-    def _with_seconds(self, plan: Plan, micro: MicroBatches, size: int) -> Plan:
-        """Add the time of the step, if it is known."""
-        config, machine = plan.config, plan.machine
-        step = step_seconds(
-            *(config, machine, micro, plan.kept),
-            width=self.towers.embed_dim,
-            state=state_bytes(self.towers.module, config, machine.count),
-            copied=size * self.sample.nbytes,
-            compiled=self._compiled,
-        )
-        return replace(plan, step=step)
-
-    def _notes(self, config: TrainConfig, rows: int, size: int) -> tuple[str, ...]:
+    def _notes(self, config: TrainConfig, tokens: float) -> tuple[str, ...]:
         notes, machine = [], self.machine
-        if widths := self._widths(rows, size).values():
-            mean = round(sum(width.mean for width in widths) / len(widths))
-            longest = max(width.longest for width in widths)
-            notes.append(SORTED.format(plural(mean, "token"), longest))
+        if tokens:
+            cut = plural(round(tokens), "token")
+            notes.append(f"texts in order of length are cut to {cut} on average")
         elif config.trim_texts and self.towers.lengths:
-            notes.append(TRIMMED)
+            notes.append("texts count with all of their tokens: at most what trimmed ones take")
         if is_reference(config.loss):
-            notes.append(OWN_LOSS.format(config.loss))
+            unknown = "is unknown and not counted, except for the features' gradients"
+            notes.append(f"the memory of {config.loss} {unknown}")
         if machine.device == "cuda" and machine.speeds is None:
-            notes.append(UNTIMED.format(machine.name or "this GPU"))
+            known = f"the time of a step is not known on {machine.name or 'this GPU'}, only on "
+            notes.append(known + ", ".join(DATASHEETS))
         return tuple(notes)
 
     # --- other sizes ------------------------------------------------------------------------------
@@ -427,28 +442,6 @@ def largest_of_fastest(seconds: Mapping[int, float]) -> int:
     """
     least = min(seconds.values())
     return max(size for size, value in seconds.items() if value <= (1 + GAIN) * least)
-
-
-def _inputs_on_gpu(nbytes: int, once: bool) -> Part:
-    """Inputs on the GPU: the current micro-batch's and the next one's."""
-    if once:
-        return Part("inputs", dict.fromkeys(PHASES[:3], nbytes), "one micro-batch")
-    moved = {"encode": 2 * nbytes, "second pass": 2 * nbytes}
-    return Part("inputs", moved, "two micro-batches")
-
-
-@contextmanager
-def _checkpointed(module: nn.Module, on: bool) -> Iterator[None]:
-    """The module with activation checkpointing, if `on`."""
-    if not on:
-        yield
-        return
-    checkpoint_activations(module)
-    try:
-        yield
-    finally:
-        for block in blocks(module):
-            del block.forward  # restores the class's method
 
 
 def _giga(size: int) -> str:

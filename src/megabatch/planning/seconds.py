@@ -10,18 +10,23 @@ from __future__ import annotations
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
-from megabatch.planning.counter import Work
 from megabatch.planning.machine import Machine, Speeds
-from megabatch.planning.memory import ITSELF, State, sharing_ranks
+from megabatch.planning.memory import ITSELF, sharing_ranks
 from megabatch.planning.micro_batches import MicroBatches
+from megabatch.planning.towers import Work
 from megabatch.similarity.distributed.schedule import round_rows
 
 #: A sweep of a loss takes `PER_OPERATION + PER_LOGIT / d` of the time of its operations in large
-#: products: the exponentials and reductions of a tile do not depend on the width d.
+#: products: the exponentials and reductions of a tile do not depend on the width d. Fitted to
+#: records of benchmarks/single_gpu.py and benchmarks/scaling.py.
 PER_OPERATION, PER_LOGIT = 1.018, 85.0
-#: Bytes that a step of an optimizer reads and writes for each byte of weights, gradients and state,
-#: with the norm of the gradients before it.
-_UPDATE = 2
+#: Shares of the rate of large products that the encoders' products with attention, and convolutions
+#: (by patches of images) reach. This and the next two come from benchmarks/plan_check.py.
+PRODUCTS, CONVOLUTIONS = 0.97, 0.05
+#: Seconds of each kernel in addition: its launch, and its tail, in which multiprocessors idle.
+KERNEL = 5e-6
+#: Share of the memory's rate that kernels reach which torch.compile does not fuse.
+SEPARATE = 0.82
 #: What remains of the bytes and of the kernels of operations between products when torch.compile
 #: fuses them: by its own graphs 0.33 to 0.64 and 0.48 to 0.77, for ViTs and for glyphs.
 FUSED = 0.46, 0.6
@@ -32,23 +37,20 @@ def step_seconds(
     machine: Machine,
     micro: MicroBatches,
     kept: int,
-    *,
     width: int,
-    state: State,
-    copied: int,
+    gradients: int,
+    *,
     compiled: bool,
 ) -> dict[str, float] | None:
     """Seconds of a step on each GPU by part, one after another; None if they are not known.
 
-    Reading and decoding data are not counted. Transfers between GPUs, and copies of inputs from the
-    host, are counted as far as nothing is computed meanwhile.
+    Reading, decoding and copying data, and the optimizer's step are not counted. Transfers between
+    GPUs are, as far as nothing is computed meanwhile.
 
     Args:
         config, machine: of the run.
         micro: a process's micro-batches. kept: the number of those whose activations are kept.
-        width: of the features.
-        state: weights, gradients and the optimizer's state of a GPU.
-        copied: bytes of a micro-batch's inputs.
+        width: of the features. gradients: bytes of the weights' gradients.
         compiled: whether the towers are compiled.
     """
     speeds, one, count = machine.speeds, micro.mean, micro.count
@@ -60,30 +62,25 @@ def step_seconds(
         work_seconds(work, speeds, compiled=compiled)
         for work in (one.encode, one.record, one.backward)
     )
-    passes = count * (encode + record + backward) - once * encode
-    copy = copied / speeds.host_link
-    updated = _UPDATE * (state.weights + state.gradients + state.optimizer + state.average)
     # Gradients are averaged while the last micro-batch's backward pass runs.
-    averaging = max(0.0, _averaging(machine, speeds, state.gradients) - backward)
+    averaging = max(0.0, _averaging(machine, speeds, gradients) - backward)
     return {
-        "first_pass": (count - once) * encode + once * record,
-        "second_pass": (count - once) * record,
-        "backward_pass": count * backward,
+        "first pass": (count - once) * encode + once * record,
+        "second pass": (count - once) * record,
+        "backward pass": count * backward,
         "loss": loss,
         "transfers": averaging + loss_transfers(config, width, machine, loss),
-        "optimizer": updated / speeds.memory,
-        "inputs": copy + max(0.0, (2 * count - once) * copy - passes),
     }
 
 
 def work_seconds(work: Work, speeds: Speeds, *, compiled: bool) -> float:
     """Seconds of an encoder's kernels on a GPU."""
-    memory = speeds.memory * (1 if compiled else speeds.separate)
+    memory = speeds.memory * (1 if compiled else SEPARATE)
     share, kernels = FUSED if compiled else (1.0, 1.0)
-    products = work.flops / speeds.encoders + work.convolved / speeds.convolutions
+    products = work.flops / PRODUCTS + work.convolved / CONVOLUTIONS
     nbytes = work.nbytes + share * work.other_bytes
     launches = work.kernels + kernels * work.other_kernels
-    return products / speeds.products + nbytes / memory + launches * speeds.kernel
+    return products / speeds.products + nbytes / memory + launches * KERNEL
 
 
 def loss_seconds(

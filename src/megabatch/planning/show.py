@@ -1,49 +1,39 @@
-"""A plan as a table and as JSON."""
+"""A plan as a table."""
 
 from __future__ import annotations
-
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from megabatch.errors import plural
 from megabatch.hints import is_reference
-from megabatch.planning.machine import DATASHEETS, MEASURED, datasheet
+from megabatch.planning.machine import DATASHEETS, datasheet
 from megabatch.planning.plan import PHASES, Plan
 
 
-def print_plan(plan: Plan, console: Console, largest_batch: int | None = None) -> None:
-    """Print a plan and whether it fits.
-
-    Args:
-        plan: a table has a row for each part and a column for each phase.
-        console: where to print.
-        largest_batch: the pairs of the largest batch that fits, if that is asked for.
-    """
+def print_plan(plan: Plan, console: Console) -> None:
+    """Print a plan, with a row for each part and a column for each phase, and whether it fits."""
     if not console.is_terminal:
         console.width = max(console.width, 120)  # in a file, keep notes on their lines
     console.print(_table(plan))
     machine, config = plan.machine, plan.config
     for part in plan.host:
         free = "" if machine.host is None else f" of {_mega(machine.host)} free"
-        size = _mega(max(part.nbytes.values()))
+        size = _mega(part.nbytes[PHASES[0]])
         console.print(f"on the host: {part.name} {size} MiB{free} ({part.note})")
     for note in plan.notes:
         console.print(note)
     if plan.step is not None:
-        parts = {name.replace("_", " "): value for name, value in plan.step.items() if value}
-        listed = ", ".join(f"{name} {_seconds(value)}" for name, value in parts.items())
-        measured = datasheet(machine.name) is DATASHEETS[MEASURED]
+        parts = ", ".join(f"{name} {_seconds(taken)}" for name, taken in plan.step.items() if taken)
+        measured = datasheet(machine.name) is DATASHEETS["H200"]
         seconds = sum(plan.step.values())
         console.print(
             f"a step takes about {seconds:.3g} s, {config.global_batch_size / seconds:,.0f} pairs/s"
-            f"{'' if measured else ', by its datasheet'} ({listed}); reading and decoding data are "
+            f"{'' if measured else ', by its datasheet'} ({parts}); reading and decoding data are "
             "not counted"
         )
-    if largest_batch is not None:
-        console.print(f"the largest batch that fits has about {plural(largest_batch, 'pair')}")
+    if plan.largest_batch is not None:
+        console.print(f"the largest batch that fits has about {plural(plan.largest_batch, 'pair')}")
     unknown = f" without {config.loss}, whose memory is unknown" * is_reference(config.loss)
     console.print(plan.problem or f"fits{unknown}")
 
@@ -68,29 +58,6 @@ def _table(plan: Plan) -> Table:
     table.add_section()
     table.add_row("all", *(_mega(plan.total(p)) for p in PHASES), f"of {_mega(machine.limit)} free")
     return table
-
-
-def to_json(plan: Plan) -> dict[str, Any]:
-    """The plan for JSON, with all sizes in bytes."""
-    step, pairs = plan.step, plan.config.global_batch_size
-    timed = None
-    if (seconds := plan.seconds) is not None:
-        timed = {"seconds": seconds, "pairs_per_second": pairs / seconds, "parts": step}
-    return {
-        "model": plan.config.model,
-        "global_batch_size": pairs,
-        "micro_batch_size": plan.config.micro_batch_size,
-        "machine": asdict(plan.machine),
-        "parts": [asdict(part) for part in plan.parts],
-        "host": [asdict(part) for part in plan.host],
-        "phases": {phase: plan.total(phase) for phase in PHASES},
-        "peak": plan.peak,
-        "fits": plan.fits,
-        "problem": plan.problem,
-        "notes": list(plan.notes),
-        "kept_micro_batches": plan.kept,
-        "step": timed,
-    }
 
 
 def _mega(size: int) -> str:

@@ -1,11 +1,18 @@
-"""Memory and work of one micro-batch in the towers, counted with fake tensors."""
+"""Memory and work of one micro-batch in the towers, counted without running it.
+
+Fake tensors (`FakeTensorMode`) have shapes, dtypes and devices, but no values: operations on them
+take no time and no memory, for any device, present or not. `Counter` adds up the tensors that are
+alive, as an allocator would: one is freed with its last reference, including autograd's.
+"""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Mapping
+import re
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -13,16 +20,58 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.flop_counter import flop_registry
 
 from megabatch import torch_internals
 from megabatch.models import Towers
-from megabatch.models.layers import Tower, locked_towers
-from megabatch.planning.counter import Work, counted, fake_copies
+from megabatch.models.towers import Tower, locked_towers
 from megabatch.planning.memory import AUTOCAST
+from megabatch.torch_internals import (
+    TorchDispatchMode,
+    fake_tensor_mode,
+    storage_key,
+    tree_leaves,
+)
 
 #: What compiled blocks keep for the backward pass, as a share of what others keep. By torch's own
 #: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs.
 COMPILED_GRAPH = 0.92
+#: CUDA's allocator rounds sizes up to multiples of this.
+UNIT = 512
+#: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
+#: assumed; it brings towers of short and of long sequences to one rate (benchmarks/plan_check.py).
+_TILE = 128
+#: Formulas by an operation's name. That of attention on the CPU, which torch lacks before 2.15, is
+#: that of the GPU's kernel.
+_FORMULAS = {str(packet): formula for packet, formula in flop_registry.items()}
+#: Names of operations with products. Those of a matrix and a vector take the time of reading the
+#: matrix, which counts.
+_PRODUCTS = re.compile(
+    r"(^|[._])(b?mm|addb?mm|baddbmm|matmul|(bi)?linear|attention|rnn"
+    r"|conv(olution)?|conv(_depthwise)?\dd)(_|$)"
+)
+
+
+class Work(NamedTuple):
+    """The work of some operations, each of which is a kernel that reads inputs and writes results.
+
+    Attributes:
+        flops: floating-point operations of matrix products and attention; convolved: of
+            convolutions.
+        nbytes, kernels: of all of these: bytes read and written, and launches.
+        other_bytes, other_kernels: of all other operations, which torch.compile fuses.
+    """
+
+    flops: float = 0
+    convolved: float = 0
+    nbytes: float = 0
+    kernels: float = 0
+    other_bytes: float = 0
+    other_kernels: float = 0
+
+    def plus(self, other: Work, times: float = 1) -> Work:
+        """The sums with so many times another one's numbers."""
+        return Work(*(one + times * more for one, more in zip(self, other, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -128,7 +177,10 @@ def _measure(
 ) -> MicroBatch:
     place, locked = torch.device(device), locked_towers(module)
     with counted() as counter, _autocast(device, precision):
-        weights = fake_copies(module, place)
+        named = [*module.named_parameters(), *module.named_buffers()]
+        weights = {
+            n: torch.empty_like(t, device=place, requires_grad=t.requires_grad) for n, t in named
+        }
         for weight in weights.values():
             if weight.requires_grad:  # gradients exist in all micro-batches after the first
                 weight.grad = torch.zeros_like(weight)
@@ -183,7 +235,7 @@ def _fused_attention(
     return made[0]
 
 
-@contextlib.contextmanager
+@contextmanager
 def _autocast(device: str, precision: str) -> Iterator[None]:
     """Autocast, also for a device that does not exist, which `torch.autocast` ignores."""
     if precision not in AUTOCAST:
@@ -200,3 +252,90 @@ def _autocast(device: str, precision: str) -> Iterator[None]:
             torch.clear_autocast_cache()
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
+
+
+# --- the counter ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[Counter]:
+    """Within this context new tensors are fake, and operations on them are counted."""
+    with fake_tensor_mode(allow_non_fake_inputs=True), Counter() as counter:
+        yield counter
+
+
+class Counter(TorchDispatchMode):
+    """Counts the work of operations, and the bytes of tensors that they create, while these live.
+
+    Attributes:
+        live, peak: bytes now, and the maximum since `start`.
+        work: of the operations since then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.work = Work()
+        self._known: set[int] = set()
+
+    def start(self) -> int:
+        """Reset the peak and the work; returns the bytes that are live now."""
+        self.peak, self.work = self.live, Work()
+        return self.live
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        results = function(*args, **(kwargs or {}))
+        done = work_of(function, args, kwargs or {}, results)
+        self.work = self.work.plus(done)
+        for result in tensors_in(results):
+            self._count(result)
+        self.peak = max(self.peak, self.live)
+        return results
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key in self._known:
+            return
+        size = -(-storage.nbytes() // UNIT) * UNIT
+        self._known.add(key)
+        self.live += size
+        weakref.finalize(storage, self._free, key, size)
+
+    def _free(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Any) -> Work:
+    """The work of one operation; none for a view.
+
+    Raises:
+        LookupError: it is a product, and torch's counter has no formula for it.
+    """
+    name = str(getattr(overload, "overloadpacket", overload)).replace("_for_cpu", "")
+    read = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in((args, kwargs))}
+    made = {storage_key(t.untyped_storage()): t.nbytes for t in tensors_in(results)}
+    is_view = not name.endswith("_") and made.keys() <= read.keys()
+    if is_view or name.rpartition(".")[2].startswith("empty"):
+        return Work()
+    nbytes = sum(read.values()) + sum(made.values())
+    if name not in _FORMULAS:
+        if _PRODUCTS.search(name):
+            raise LookupError(f"torch {torch.__version__} has no formula for the work of {name}")
+        return Work(other_bytes=nbytes, other_kernels=1)
+    flops = int(_FORMULAS[name](*args, **kwargs, out_val=results))
+    if "conv" in name:
+        return Work(convolved=flops, nbytes=nbytes, kernels=1)
+    if "scaled_dot_product" in name:
+        tensors = args[1:] if "backward" in name else args  # the output's gradient comes first
+        for length in (tensor.shape[2] for tensor in tensors[:2]):
+            flops = flops * -(-length // _TILE) * _TILE // max(1, length)
+    return Work(flops=flops, nbytes=nbytes, kernels=1)
+
+
+def tensors_in(results: Any) -> list[Tensor]:
+    """The tensors among an operation's results or arguments."""
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]

@@ -96,10 +96,11 @@ def load_newest(folder: Path) -> Checkpoint | None:
         for name, facts in state["files"].items():
             if _facts(newest / name) != facts:
                 raise ValueError(f"{name} differs from what was written")
-        return Checkpoint(*(load_file(newest / name) for name in _TENSOR_FILES), state)
+        model, optimizer = (load_file(newest / name) for name in _TENSOR_FILES)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         before = f"; delete it, and --resume continues from {older[0].name}" if older else ""
         raise CheckpointError(f"{newest} is damaged: {one_line(error)}{before}") from error
+    return Checkpoint(model, optimizer, state)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.gradient_cache.batches import Feed
-from megabatch.models.layers import Tower, locked_towers
 from megabatch.models.padding import Lengths
+from megabatch.models.towers import Tower, locked_towers
 
 
 class CachedStep:

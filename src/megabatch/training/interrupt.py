@@ -36,7 +36,7 @@ def signals_recorded(*, announce: bool = False) -> Iterator[list[int]]:
             _say_what_follows(number)
         received.append(number)
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, before[number])
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from megabatch.config.file import Start, configure, parser
@@ -12,7 +11,7 @@ from megabatch.config.problems import problems
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
 from megabatch.hints import Interval, parse_bytes
-from megabatch.planning.machine import DATASHEETS, NIC_SHARE, Machine, other_machine, this_machine
+from megabatch.planning.machine import DATASHEETS, other_machine, this_machine
 
 if TYPE_CHECKING:
     from megabatch.models import Towers
@@ -35,7 +34,7 @@ _COMMON = (
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The machine, and the output."""
+    """The machine, and texts."""
 
     gpus: Annotated[int, Interval(at_least=1)] = 1
     """Number of GPUs, or of processes on the CPU."""
@@ -47,13 +46,9 @@ class PlanOptions:
     give --gpu-memory."""
     gpus_per_node: Annotated[int, Interval(at_least=1)] = 8
     """GPUs of a host of another machine."""
-    nic_gbps: Annotated[float, Interval(above=0)] = 400.0
-    """Gigabits per second of the network for each GPU, of which 88% count."""
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
     """Tokens of a micro-batch's longest text, where texts are trimmed (--trim-texts). Default: as
     the texts of --train-data in order of length, or all that the model takes."""
-    json: bool = False
-    """Print JSON, sizes in bytes."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,20 +62,18 @@ def main(argv: list[str]) -> int:
         raise UsageError(all_of(reasons))
     memory = _memory(options)
     # --help and errors import as little as possible
-    from megabatch.planning.plan import Planner
-    from megabatch.planning.show import print_plan, to_json
+    from megabatch.planning import make_plan, print_plan
     from megabatch.terminal import plain_console
     from megabatch.training.setup import build_towers
 
-    towers, machine = build_towers(config), _machine(config, options, memory)
-    planner = Planner(config, towers, machine, *_data(config, towers, options))
-    plan, most = planner.planned(), None
-    if plan.fits and machine.device == "cuda":
-        most = replace(planner, config=plan.config).largest_batch()
-    if options.json:
-        print(json.dumps({**to_json(plan), "largest_batch_size": most}, indent=1))
+    towers = build_towers(config)
+    if memory is None:
+        machine = this_machine(resolve_device(config.device), options.gpus)
     else:
-        print_plan(plan, plain_console(), most)
+        machine = other_machine(options.gpus, memory, options.gpu_name, options.gpus_per_node)
+    files, lengths = _data(config, towers, options)
+    plan = make_plan(config, towers, machine, file_bytes=files, lengths=lengths)
+    print_plan(plan, plain_console())
     return 0 if plan.fits else 1
 
 
@@ -99,26 +92,15 @@ def _memory(options: PlanOptions) -> int | None:
     return DATASHEETS[options.gpu_name].capacity if options.gpu_name else None
 
 
-def _machine(config: TrainConfig, options: PlanOptions, memory: int | None) -> Machine:
-    if memory is None:
-        machine = this_machine(resolve_device(config.device), options.gpus)
-    else:
-        machine = other_machine(options.gpus, memory, options.gpu_name, options.gpus_per_node)
-    if machine.speeds is None:
-        return machine
-    network = NIC_SHARE * 1e9 / 8 * options.nic_gbps
-    return replace(machine, speeds=replace(machine.speeds, network=network))
-
-
 def _data(
     config: TrainConfig, towers: Towers, options: PlanOptions
-) -> tuple[float | None, TextLengths | None]:
+) -> tuple[float | None, TextLengths]:
     """The mean bytes of image files that are decoded late, and lengths of texts, if they count."""
     from megabatch.planning.micro_batches import TextLengths
     from megabatch.training.setup import data_for_plan, open_data
 
     late, tokens = config.decode == "late", options.text_tokens
-    given = None if tokens is None else TextLengths(dict.fromkeys(towers.lengths, (tokens,)))
+    given = TextLengths({} if tokens is None else dict.fromkeys(towers.lengths, (tokens,)))
     if not (late or (config.train_data and tokens is None)):
         return None, given
     try:
@@ -127,5 +109,5 @@ def _data(
         if late:
             raise
         print(f"the lengths of texts are not known: {error}", file=sys.stderr)
-        return None, None
-    return files, given or lengths
+        return None, given
+    return files, given if tokens else lengths

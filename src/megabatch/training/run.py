@@ -191,14 +191,15 @@ class Run:
                 record = self._record(values | trainer.scale_values(), self.meter.lap(pairs))
                 self.trackers.step(record)
                 progress.update(trainer.step, record)
-            self.meter.mark()
             # Before the checkpoint: if the process is killed, the resumed run evaluates again. The
             # last step's evaluation and checkpoint follow.
             if config.val_frequency and trainer.step % config.val_frequency == 0 and not last:
+                self.meter.mark()
                 self._validate()
                 self.meter.leave_out()
             if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and not last:
                 self._save()
+            self.meter.mark()
         return 0
 
     def _validate(self) -> None:

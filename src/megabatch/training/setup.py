@@ -15,14 +15,13 @@ from megabatch.config.problems import problems, schedule_problems
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
-from megabatch.data.mixture import parse_factors
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
-from megabatch.models.layers import lock, set_modes
+from megabatch.models.towers import lock, set_modes
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
@@ -95,7 +94,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     transform = train_transform(config, towers)
     check_kind(config, getattr(dataset, "first", "image"), towers.first)
     evaluating.check(config, towers.first)
-    notes += model_notes(config, towers) + batch_norm_notes(config, towers, world.size)
+    notes += model_notes(config, towers, world.size)
     warmup = warmup_steps(config, total_steps)
     if config.warmup is None and warmup < DEFAULT_WARMUP:
         of = plural(total_steps, "step")
@@ -137,8 +136,8 @@ def _check_ranks(setup: Setup) -> None:
                 )
 
 
-def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
-    """Lines on what a user may not expect of a model: its padding, its weights."""
+def model_notes(config: TrainConfig, towers: Towers, ranks: int = 1) -> list[str]:
+    """Lines on what a user may not expect of a model: its padding, weights, batch statistics."""
     notes = weight_notes(config)
     if config.trim_texts and not towers.lengths:
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
@@ -149,6 +148,14 @@ def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
         notes.append(
             f"the text tower starts with random weights: those of {text.config.name_or_path}, "
             "which OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
+        )
+    if layers := len(batch_norms(set_modes(towers.module))):
+        rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // ranks))
+        alone = " on each process alone, and keeps rank 0's running statistics" if ranks > 1 else ""
+        notes.append(
+            f"warning: {config.model} has batch normalisation ({plural(layers, 'layer')}). It "
+            f"normalises over {plural(rows, 'pair')} at a time{alone}: --micro-batch-size changes "
+            "what is learnt"
         )
     return notes
 
@@ -169,20 +176,6 @@ def weight_notes(config: TrainConfig) -> list[str]:
             "fine-tuning usually takes 1e-5 to 1e-4"
         ]
     return []
-
-
-def batch_norm_notes(config: TrainConfig, towers: Towers, ranks: int) -> list[str]:
-    """A warning about batch statistics, if the model has batch normalisation."""
-    layers = len(batch_norms(set_modes(towers.module)))
-    if not layers:
-        return []
-    rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // ranks))
-    alone = " on each process alone, and keeps rank 0's running statistics" if ranks > 1 else ""
-    return [
-        f"warning: {config.model} has batch normalisation ({plural(layers, 'layer')}). It "
-        f"normalises over {plural(rows, 'pair')} at a time{alone}: --micro-batch-size changes "
-        "what is learnt"
-    ]
 
 
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
@@ -222,11 +215,10 @@ def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: in
 
 def open_data(config: TrainConfig) -> PairDataset:
     """The configuration's training data; raises a UsageError if they cannot be opened."""
-    factors = config.train_data_upsampling_factors
     with naming("--train-data"):
         return open_pairs(
             config.train_data,
-            upsampling_factors=None if factors is None else parse_factors(factors),
+            upsampling_factors=config.train_data_upsampling_factors,
             image_column=config.csv_img_key,
             query_column=config.csv_query_key,
             caption_column=config.csv_caption_key,
@@ -238,11 +230,11 @@ def open_data(config: TrainConfig) -> PairDataset:
 
 def data_for_plan(
     config: TrainConfig, dataset: PairDataset, towers: Towers
-) -> tuple[float | None, TextLengths | None]:
-    """Mean bytes of image files that are decoded late, and lengths of texts, if they count."""
+) -> tuple[float | None, TextLengths]:
+    """Mean bytes of image files that are decoded late, and lengths of texts, if they are cut."""
     cut = config.trim_texts and towers.lengths
     files = mean_bytes(dataset) if config.decode == "late" else None
-    return files, sampled_lengths(dataset, towers) if cut else None
+    return files, sampled_lengths(dataset, towers) if cut else TextLengths()
 
 
 def build_towers(config: TrainConfig) -> Towers:

@@ -83,7 +83,7 @@ class WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=os.environ.get("WANDB_NAME", config.output.name),
             dir=os.environ.get("WANDB_DIR", str(config.output)),
-            settings=wandb.Settings(console="off"),  # the progress bar is no log
+            settings=wandb.Settings(console="off"),  # progress is no log
         )
         self._run.config.update(to_dict(config), allow_val_change=True)
 

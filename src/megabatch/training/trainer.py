@@ -19,8 +19,8 @@ from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.models.blocks import checkpoint_activations, compile_blocks
-from megabatch.models.layers import Tower, locked_towers, set_modes
 from megabatch.models.padding import Lengths
+from megabatch.models.towers import Tower, locked_towers, set_modes
 from megabatch.torch_internals import is_compile_error
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from machinery.icon_towers import NAME, GreyTransform, VisionTower, _patches, jittered
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.models.layers import lock, locked_towers, set_modes
+from megabatch.models.towers import lock, locked_towers, set_modes
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from torch import nn
 
 from megabatch.errors import UsageError
 from megabatch.models import create
-from megabatch.models.layers import (
+from megabatch.models.towers import (
     Tower,
     lock,
     locked_towers,

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,16 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from megabatch.data.pairs import (
-    BadSample,
-    EncodedImage,
-    clean_caption,
-    decode_image,
-    transformed,
-)
+from megabatch.data.images import ImageFiles, decode_image, transformed
+from megabatch.data.pairs import BadSample, EncodedImage, check_usable, clean_caption
+from megabatch.errors import UsageError
 
 from ..programs import run
-from .samples import jpeg, png
+from .samples import Numbers, jpeg, png
 
 
 def test_decode_image():
@@ -55,7 +52,7 @@ def test_an_image_above_pillow_s_limit_is_no_undecodable_one(monkeypatch: pytest
 def test_a_large_image_below_that_limit_is_used_without_pillow_s_warning():
     code = """if True:
         from PIL import Image
-        from megabatch.data.pairs import decode_image
+        from megabatch.data.images import decode_image
         from tests.data.samples import png
         Image.MAX_IMAGE_PIXELS = 100
         print(decode_image(png(0, (12, 12)), "k").size)
@@ -64,16 +61,25 @@ def test_a_large_image_below_that_limit_is_used_without_pillow_s_warning():
     assert (ended.stdout, ended.stderr) == ("(12, 12)\n", "")
 
 
-@pytest.mark.parametrize("caption", ["", " \n\t", None])
-def test_empty_captions(caption):
-    with pytest.raises(BadSample, match="empty caption: k"):
+@pytest.mark.parametrize(
+    ("caption", "reason"),
+    [
+        ("", "empty"),
+        (" \n\t", "empty"),
+        (None, "empty"),
+        (7, "is not text"),
+        (["a"], "is not text"),
+    ],
+)
+def test_captions_that_cannot_be_used(caption: object, reason: str):
+    with pytest.raises(BadSample, match=rf"{reason}.*: k"):
         clean_caption(caption, "k")
 
 
-@pytest.mark.parametrize("caption", [7, ["a"], {"a": "b"}, b"a"])
-def test_captions_that_are_no_text(caption):
-    with pytest.raises(BadSample, match="caption is not text: k"):
-        clean_caption(caption, "k")
+def test_a_source_of_nothing_but_bad_samples_is_refused():
+    check_usable(Numbers(1000, bad=range(990)), "a.tar")
+    with pytest.raises(UsageError, match=r"a\.tar: none of 100 samples .*; the first: even: 0"):
+        check_usable(Numbers(1000, bad=range(1000)), "a.tar")
 
 
 def test_a_bad_sample_survives_its_way_between_processes():
@@ -150,3 +156,49 @@ def test_only_transforms_that_take_arrays_are_given_them() -> None:
     transformed(takes_arrays, file)
     assert [issubclass(kind, Image.Image) for kind in seen] == [True, False]
     assert seen[1] is np.ndarray
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ImageFiles:
+    """Beside tables/a.csv, with home as the working directory; 1 is in both, 2 and 3 in one."""
+    for folder, names in (("tables", "12"), ("home", "13")):
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).write_text(f"{folder} {name}")
+    monkeypatch.chdir(tmp_path / "home")
+    found = ImageFiles.beside(tmp_path / "tables" / "a.csv")
+    monkeypatch.chdir(tmp_path)  # the working directory of the beginning counts
+    return found
+
+
+def test_the_tables_folder_comes_before_the_working_directory(files: ImageFiles, tmp_path: Path):
+    assert [files.read(name, "") for name in "123"] == [b"tables 1", b"tables 2", b"home 3"]
+    assert files.read(str(tmp_path / "home" / "1"), "") == b"home 1"
+    assert files.read(b"data", "") == b"data"
+    assert files.read({"bytes": b"data", "path": "1"}, "") == b"data"
+    assert files.read({"bytes": None, "path": "2"}, "") == b"tables 2"
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, "no image: a.csv:row 4"),
+        ("", "no image: a.csv:row 4"),
+        ({"bytes": None, "path": None}, "no image: a.csv:row 4"),
+        (3, "no image: a.csv:row 4"),
+        ("9", "missing image file: a.csv:row 4, tried {0}/tables/9 and {0}/home/9"),
+        ("/elsewhere/9", "missing image file: a.csv:row 4, tried /elsewhere/9"),
+        ("a\0b", "missing image file: a.csv:row 4, tried {0}/tables/a\0b and {0}/home/a\0b"),
+        ("x" * 300, "unreadable image file: a.csv:row 4, tried {0}/tables/xxx"),
+        ("..", "unreadable image file: a.csv:row 4, tried {0}/tables/.."),
+        ("https://a.b/c.jpg", "missing image file: a.csv:row 4, a URL, and nothing is downloaded"),
+        ("empty", "empty image file: a.csv:row 4"),
+    ],
+)
+def test_what_cannot_be_read_names_the_row_and_what_was_tried(
+    files: ImageFiles, tmp_path: Path, value: object, told: str
+):
+    (tmp_path / "tables" / "empty").write_bytes(b"")
+    with pytest.raises(BadSample) as caught:
+        files.read(value, "a.csv:row 4")
+    assert str(caught.value).startswith(told.format(tmp_path))

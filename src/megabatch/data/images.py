@@ -1,0 +1,114 @@
+"""Decoding images, now or later, and the image files that a table names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+
+from megabatch.data.pairs import BadSample, EncodedImage
+
+
+@dataclass(frozen=True)
+class DeferredImage:
+    """An image to be decoded later, and the seed of its augmentation.
+
+    image: a file, or an image from a source without files.
+    """
+
+    image: EncodedImage | Image.Image
+    seed: int
+
+    @classmethod
+    def keep(cls, image: EncodedImage | Image.Image) -> DeferredImage:
+        """Replace a transform: keep the image, and the seed that the transform would have had."""
+        if isinstance(image, EncodedImage):
+            image.check()
+        return cls(image, torch.initial_seed())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file, or of the pixels."""
+        if isinstance(self.image, EncodedImage):
+            return len(self.image.data)
+        return self.image.width * self.image.height * len(self.image.getbands())
+
+
+def decoded(image: Any) -> Any:
+    """An image or text as it is, an EncodedImage decoded; raises BadSample if that fails."""
+    return image.decode() if isinstance(image, EncodedImage) else image
+
+
+def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.Tensor:
+    """Transform an image or text; an EncodedImage is decoded; raises BadSample if that fails.
+
+    A transform's method `pixels`, if it has one, gets colour JPEG files as arrays (see
+    `EncodedImage.pixels`), which costs less than Pillow's image.
+    """
+    from_array = getattr(transform, "pixels", None)
+    if from_array is None or not isinstance(image, EncodedImage):
+        return transform(decoded(image))
+    pixels = image.pixels()
+    return transform(image.decode()) if pixels is None else from_array(pixels)
+
+
+def decode_image(data: bytes, key: str) -> Image.Image:
+    """Decode an image file; raises BadSample if that fails."""
+    return EncodedImage(data, key).decode()
+
+
+_URLS = ("http://", "https://", "s3://", "gs://", "ftp://")
+
+
+@dataclass(frozen=True)
+class ImageFiles:
+    """Files by name.
+
+    folders: searched in order for a relative name.
+    """
+
+    folders: tuple[Path, ...]
+
+    @classmethod
+    def beside(cls, path: Path) -> ImageFiles:
+        """For names relative to a list's folder, else to the working directory as in OpenCLIP."""
+        folder, here = path.parent, Path.cwd()
+        return cls((folder,) if folder.resolve() == here.resolve() else (folder, here))
+
+    def read(self, value: Any, key: str) -> bytes:
+        """Return the bytes of an image file.
+
+        Args:
+            value: its name, its bytes, or Hugging Face's struct {bytes, path}.
+            key: names the sample.
+
+        Raises:
+            BadSample: there is no such file, or it cannot be read.
+        """
+        if isinstance(value, dict):  # the bytes, or else the path
+            value = value.get("bytes") or value.get("path")
+        data = value if isinstance(value, bytes) else self._read_file(value, key)
+        if not data:
+            raise BadSample("empty image file", key)
+        return data
+
+    def _read_file(self, name: Any, key: str) -> bytes:
+        if not isinstance(name, str) or not name:
+            raise BadSample("no image", key)
+        if name.lower().startswith(_URLS):
+            told = "a URL, and nothing is downloaded (img2dataset makes shards of URLs)"
+            raise BadSample("missing image file", f"{key}, {told}")
+        reason = "missing image file"
+        paths = list(dict.fromkeys(folder / name for folder in self.folders))
+        for path in paths:
+            try:
+                return path.read_bytes()
+            except (FileNotFoundError, NotADirectoryError, ValueError):
+                continue
+            except OSError:
+                reason = "unreadable image file"
+        raise BadSample(reason, f"{key}, tried {' and '.join(map(str, paths))}")
