@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
-from megabatch.errors import UsageError, are, plural
+from megabatch.errors import UsageError, plural
 from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.hints import is_reference
@@ -26,8 +26,6 @@ from megabatch.planning.micro_batches import (
     WHOLE,
     MicroBatches,
     TextLengths,
-    kept_at_most,
-    kept_count,
     weighted,
 )
 from megabatch.planning.seconds import step_seconds
@@ -212,7 +210,8 @@ class Planner:
         kept = self._kept(config, rows, micro, parts)
         note = f"{micro.largest.kept / 2**20:,.0f} MiB for {plural(size, 'pair')}"
         if kept:
-            note += f"; {kept:,} of {micro.count:,} micro-batches {are(kept)} encoded once"
+            are = "is" if kept == 1 else "are"
+            note += f"; {kept:,} of {micro.count:,} micro-batches {are} encoded once"
         parts.append(Part("activations", micro.nbytes(kept), note))
         gradients = state_bytes(self.towers.module, config, machine.count).gradients
         width, compiled = self.towers.embed_dim, self._compiled
@@ -282,19 +281,21 @@ class Planner:
         self, config: TrainConfig, rows: int, micro: MicroBatches, others: Sequence[Part]
     ) -> int:
         """The number of micro-batches whose activations are kept for the second pass."""
-        machine, graph, room = self.machine, micro.mean.further, None
+        machine, count, graph = self.machine, micro.count, max(1, micro.mean.further)
+        if count == 1:
+            return 0
+        # On several ranks the micro-batch that synchronises gradients is always encoded again.
+        limits = [count - (machine.count > 1)]
+        if (bound := activation_bytes(config, machine.device)) is not None:
+            limits.append(bound // graph)
         if machine.device == "cuda":
             parts = [*others, Part("activations", micro.nbytes(0))]
             encode, loss, second = (sum(p.nbytes.get(name, 0) for p in parts) for name in PHASES)
-            longer = (
-                self.lengths.longer(t, n, rows, micro.count) for t, n in self._contexts.items()
-            )
+            longer = (self.lengths.longer(t, n, rows, count) for t, n in self._contexts.items())
             # The second pass has one of the graphs already.
             free = machine.limit - max(encode, loss, second - graph)
-            room = int(free / max([1.0, *longer]))
-        bound = activation_bytes(config, machine.device)
-        possible = kept_at_most(micro.count, machine.count)
-        return kept_count([(graph, micro.count)], possible, bound, room)
+            limits.append(int(free / max([1.0, *longer]) / graph))
+        return max(0, min(limits))
 
     # --- the rest of a step -----------------------------------------------------------------------
 
@@ -320,8 +321,7 @@ class Planner:
             dtype = AUTOCAST[config.precision]  # as GradientCache keeps them
         machine, width = self.machine, self.towers.embed_dim
         locked = locked_towers(self.towers.module)
-        where = machine.device, machine.count, locked, machine.hosts
-        loss = loss_bytes(config, rows, width, dtype, *where)
+        loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
         one, sides = rows * width * dtype.itemsize, 2 + config.hard_negatives
         on_host = machine.device == "cuda" and one >= LARGE
         waiting = 0 if on_host else (sides - len(locked)) * one
@@ -428,8 +428,8 @@ class Planner:
         if smaller := self._smaller():
             return f"--micro-batch-size {smaller.config.micro_batch_size} fits"
         if size := self.largest_batch(micro_batch_size=1):
-            smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
-            return f"no micro-batch size fits; {smaller}"
+            batch = f"--global-batch-size {size} does, with a small --micro-batch-size"
+            return f"no micro-batch size fits; {batch}"
         more = "" if self.config.grad_checkpointing else ", --grad-checkpointing"
         return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
 
