@@ -13,22 +13,6 @@ from megabatch.evaluation.command import process_group
 from tests.evaluation.material import image_folder
 
 
-def test_eval_prints_each_figure_with_chance(
-    glyphs_evaluated_once: tuple[Path, str],
-) -> None:
-    run, out = glyphs_evaluated_once
-    lines = [line.strip() for line in out.splitlines()]
-    told = out[: out.index("held-out faces, image → text")].splitlines()
-    assert told[0].endswith("model.safetensors):")
-    assert told[1].startswith("  held-out faces: 348 images")
-    assert max(len(line) for line in out.splitlines()[4:]) <= 80 + len(str(run))
-    for title in ("held-out faces, image → text", "held-out characters, text → image"):
-        assert any(line.startswith(title) for line in lines)
-    assert [line.split()[0] for line in lines if "%" in line] == ["model", "chance"] * 4
-    assert "…" not in out
-    assert "report.html" in out
-
-
 def test_names_with_rich_s_markup_appear_as_they_are(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,12 +22,9 @@ def towers() -> Towers:
     return create("glyph-small")
 
 
-def pictures(count: int) -> torch.Tensor:
-    return torch.randint(0, 256, (count, 1, 32, 32), dtype=torch.uint8)
-
-
 def test_features_are_normalised_and_the_scale_starts_as_openclips(towers: Towers) -> None:
-    images, texts = pictures(3), towers.tokenizer(["latin small letter a", "digit one", "sun"])
+    images = torch.randint(0, 256, (3, 1, 32, 32), dtype=torch.uint8)
+    texts = towers.tokenizer(["latin small letter a", "digit one", "sun"])
     outputs = towers.module(images, texts)
     assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
     for key in ("image_features", "text_features"):
@@ -36,6 +33,8 @@ def test_features_are_normalised_and_the_scale_starts_as_openclips(towers: Tower
     assert outputs["logit_scale"].item() == pytest.approx(1 / 0.07)
     assert towers.module.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
     assert not torch.allclose(towers.module.encode_text(texts).norm(dim=-1), torch.ones(3))
+    for part in (towers.train_transform, towers.eval_transform, towers.tokenizer):
+        pickle.loads(pickle.dumps(part))  # workers get them
     # Features depend on no other image.
     alone = towers.module.encode_image(images[2:3], normalize=True)
     torch.testing.assert_close(outputs["image_features"][2:3], alone)
@@ -54,11 +53,9 @@ def test_the_batched_transform_is_the_single_one(shape: tuple[int, int, int]) ->
 @pytest.mark.parametrize("mode", ["1", "L", "RGB", "RGBA", "P", "I;16"])
 def test_pictures_of_any_mode_keep_their_proportions_with_black_around(mode: str) -> None:
     pixels = GlyphTransform()(Image.new(mode, (64, 32), "white" if mode[0] != "I" else 255))
-    assert pixels.shape == (1, 32, 32)
     assert pixels.dtype == torch.uint8
-    assert not pixels[0, :8].any()
-    assert not pixels[0, 24:].any()
-    assert (pixels[0, 8:24] > 0).all()
+    rows = torch.arange(32).view(1, 32, 1).expand(1, 32, 32)
+    assert torch.equal(pixels > 0, (rows >= 8) & (rows < 24))
 
 
 def test_strides_of_the_batch_do_not_matter_to_the_layout_inside(towers: Towers) -> None:
@@ -71,11 +68,6 @@ def test_strides_of_the_batch_do_not_matter_to_the_layout_inside(towers: Towers)
     towers.module.encode_image(odd)
     hook.remove()
     assert seen == [True]  # channels-last would be slow, not wrong: nothing else would show it
-
-
-def test_transform_and_tokenizer_can_be_sent_to_workers(towers: Towers) -> None:
-    for part in (towers.train_transform, towers.eval_transform, towers.tokenizer):
-        pickle.loads(pickle.dumps(part))
 
 
 tokenizer = HashingTokenizer()
@@ -92,13 +84,8 @@ def test_words_then_pairs_then_trigrams() -> None:
 def test_tokens_are_the_same_in_every_process() -> None:
     # Not Python's hash(), which is salted. These numbers must never change: weights depend on them.
     assert tokenizer("el")[0, :5].tolist() == [5583, 3417, 512, 11661, 5488]
-
-
-def test_one_text_and_a_list_and_an_empty_list() -> None:
-    assert tokenizer("abc").shape == (1, 64)
     assert tokenizer(["abc", "de"]).shape == (2, 64)
     assert tokenizer([]).shape == (0, 64)
-    assert tokenizer("abc").dtype == torch.int64
     assert features("---") == ["^ $"]  # a text without words has one token
 
 

@@ -19,6 +19,7 @@ from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.blocks import blocks
 from megabatch.models.hf_images import KINDS
 from megabatch.models.towers import lock, locked_towers
+from tests.export.runs import change_json
 from tests.models.tiny_clip import save_tiny_clip
 
 TEXTS = ["a b c", "d", "e f g h a"]
@@ -124,8 +125,7 @@ def test_other_options_missing_weights_and_other_kinds_are_told(clip: Path) -> N
     save_file(stored, clip / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UsageError, match=r"lacks 1 tensor of its model, such as text_projection"):
         made(clip)
-    config = json.loads((clip / "config.json").read_text())
-    (clip / "config.json").write_text(json.dumps(config | {"model_type": "clipseg"}))
+    change_json(clip / "config.json", model_type="clipseg")
     with pytest.raises(UsageError, match=r"of type 'clipseg', expected one of clip, .*siglip"):
         made(clip)
 
@@ -144,10 +144,7 @@ def test_an_image_processor_that_is_broken_or_does_something_else_is_refused(
     clip: Path, changes: dict[str, object] | None, message: str
 ) -> None:
     path = clip / "preprocessor_config.json"
-    if changes is None:
-        path.write_text("[]")
-    else:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text("[]") if changes is None else change_json(path, **changes)
     with pytest.raises(UsageError, match=message):
         made(clip)
 

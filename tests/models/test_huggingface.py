@@ -17,7 +17,7 @@ from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.padding import pool
 from megabatch.models.towers import lock, locked_towers
-from tests.export.runs import reports
+from tests.export.runs import change_json, reports
 from tests.models.tiny_bert import save_tiny_bert
 from tests.own_parts import writing_when_imported
 
@@ -152,8 +152,7 @@ def test_what_cannot_be_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_padding_that_ends_each_text_is_refused_as_it_would_be_masked(tmp_path: Path) -> None:
     folder = save_tiny_bert(tmp_path / "bert")
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "pad_token": "[SEP]"}))
+    change_json(folder / "tokenizer_config.json", pad_token="[SEP]")
     with pytest.raises(UsageError, match=r"its padding token, \[SEP\], into each text"):
         create(f"hf:{folder}")
 
@@ -163,9 +162,8 @@ def test_code_of_a_folder_is_not_run_even_if_the_user_would_agree(
 ) -> None:
     folder = save_tiny_bert(tmp_path / "bert")
     (folder / "evil.py").write_text(writing_when_imported(tmp_path / "it-ran"))
-    own = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}
-    path = folder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    auto_map = {"AutoConfig": "evil.Config"}
+    change_json(folder / "config.json", model_type="evil", auto_map=auto_map)
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "path", list(sys.path))

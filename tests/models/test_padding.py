@@ -24,6 +24,7 @@ from megabatch.models.padding import (
     up_to_largest,
     without_padding,
 )
+from tests.export.runs import change_json
 from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.models.tiny_clip import save_tiny_clip
 
@@ -182,9 +183,8 @@ def test_transformers_encoders_with_masked_padding(kind: str) -> None:
 @pytest.mark.parametrize("end", [3, 2])  # of newer and of older folders
 def test_transformers_clip(tmp_path: Path, end: int) -> None:
     folder = save_tiny_clip(tmp_path, "clip")
-    config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["eos_token_id"] = end
-    (folder / "config.json").write_text(json.dumps(config))
+    text = json.loads((folder / "config.json").read_text())["text_config"]
+    change_json(folder / "config.json", text_config={**text, "eos_token_id": end})
     towers = create(f"hf:{folder}")
     module: Any = towers.module
     tokens = texts(context=12, end=11) if end == 2 else towers.tokenizer(["a b c", "d", "e f g h"])

@@ -79,7 +79,7 @@ def test_the_peak_of_a_real_step(pairs, micro_batch_size, precision, kept, least
     trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
     if kept:
         assert (plan.kept, part(plan, "activations")["loss"]) == (kept, kept * graph)
-        trainer.kept.choose([graph])
+        trainer.division.kept = kept
     images, texts = torch.zeros(pairs, 1, 32, 32, dtype=torch.uint8), torch.ones(pairs, 64).long()
     compare(plan, trainer, Batch(images, texts, torch.arange(pairs)), least, most)
 
@@ -103,7 +103,7 @@ def test_the_peak_of_a_real_step_with_trimmed_texts():
     config = replace(config, activation_memory=str(3 * graph))
     plan = make_plan(config, towers, CPU, lengths=texts_of(2))
     trainer = Trainer(config, towers.module, torch.device("cpu"), 10, lengths=towers.lengths)
-    trainer.kept.choose([graph])
+    trainer.division.kept = 3
     compare(plan, trainer, Batch(images, texts, torch.arange(256)), 0.97, 1.03)
 
 

@@ -24,22 +24,6 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [block for members in _lists_of_blocks(module).values() for block in members]
 
 
-def lists_to_compile(module: nn.Module) -> dict[str, list[nn.Module]]:
-    """The modules that are worth compiling, by the name of the list or module that they belong to.
-
-    These are the blocks, and what is done to images before the first of them: outside of graphs
-    its kernels only copy and convert pixels.
-    """
-    lists = _lists_of_blocks(module)
-    inside = {part for members in lists.values() for block in members for part in block.modules()}
-    first: dict[str, list[nn.Module]] = {
-        name: [layer]
-        for name, layer in module.named_modules()
-        if isinstance(layer, (PixelNormalization, PatchConvolution)) and layer not in inside
-    }
-    return {**lists, **first}
-
-
 def checkpoint_activations(module: nn.Module) -> None:
     """Keep only the blocks' inputs for the backward pass, which recomputes the rest."""
     for block in blocks(module):
@@ -50,7 +34,7 @@ def checkpoint_activations(module: nn.Module) -> None:
 def compile_blocks(
     module: nn.Module, varying: Collection[Tower] = (), *, backend: str | Any = "inductor"
 ) -> None:
-    """Compile a model's blocks and first layers in place; parameters keep their names.
+    """Compile a model's blocks and its images' first layers in place; parameters keep their names.
 
     The blocks of one list share their graphs: one with and one without gradients, for each shape of
     the input or, where the length of texts varies, for all shapes. Hooks, such as FSDP2's, stay
@@ -62,7 +46,12 @@ def compile_blocks(
             are compiled for each shape, which makes faster kernels.
         backend: see torch.compile.
     """
-    lists = lists_to_compile(module)
+    lists = _lists_of_blocks(module)
+    inside = {part for members in lists.values() for block in members for part in block.modules()}
+    for name, layer in module.named_modules():
+        # Outside of graphs the kernels of these only copy and convert pixels.
+        if isinstance(layer, (PixelNormalization, PatchConvolution)) and layer not in inside:
+            lists[name] = [layer]
     # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
     configure_compiler(8 * max(map(len, lists.values()), default=1))
     for name, members in lists.items():

@@ -59,8 +59,6 @@ class ModelOptions:
         if loss := TRAINABLE.get(settings.get("loss", "")):
             starts = {"init_logit_scale": loss.initial_scale, "init_logit_bias": loss.initial_bias}
             chosen = {k: value for k, value in starts.items() if value is not None} | chosen
-        for name in chosen.keys() & {"init_logit_scale", "init_logit_bias"}:
-            chosen[name] = float(chosen[name])  # of a whole number torch makes no parameter
         return cls(**chosen)
 
     def refuse(self, model: str, *names: str) -> None:
@@ -123,12 +121,10 @@ class TwoTowers(nn.Module):
         super().__init__()
         options = options or ModelOptions()
         start, bias = options.init_logit_scale, options.init_logit_bias
+        start = math.log(scale) if start is None else start
         self.visual, self.text = visual, text
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(scale) if start is None else start))
-        self.logit_bias: nn.Parameter | None
-        self.register_parameter(
-            "logit_bias", None if bias is None else nn.Parameter(torch.tensor(bias))
-        )
+        self.logit_scale = nn.Parameter(torch.tensor(float(start)))
+        self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
         """Features (n, d) of transformed images."""

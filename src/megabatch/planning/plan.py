@@ -26,8 +26,6 @@ from megabatch.planning.micro_batches import (
     WHOLE,
     MicroBatches,
     TextLengths,
-    kept_at_most,
-    kept_count,
     weighted,
 )
 from megabatch.planning.seconds import step_seconds
@@ -283,19 +281,21 @@ class Planner:
         self, config: TrainConfig, rows: int, micro: MicroBatches, others: Sequence[Part]
     ) -> int:
         """The number of micro-batches whose activations are kept for the second pass."""
-        machine, graph, room = self.machine, micro.mean.further, None
+        machine, count, graph = self.machine, micro.count, max(1, micro.mean.further)
+        if count == 1:
+            return 0
+        # On several ranks the micro-batch that synchronises gradients is always encoded again.
+        limits = [count - (machine.count > 1)]
+        if (bound := activation_bytes(config, machine.device)) is not None:
+            limits.append(bound // graph)
         if machine.device == "cuda":
             parts = [*others, Part("activations", micro.nbytes(0))]
             encode, loss, second = (sum(p.nbytes.get(name, 0) for p in parts) for name in PHASES)
-            longer = (
-                self.lengths.longer(t, n, rows, micro.count) for t, n in self._contexts.items()
-            )
+            longer = (self.lengths.longer(t, n, rows, count) for t, n in self._contexts.items())
             # The second pass has one of the graphs already.
             free = machine.limit - max(encode, loss, second - graph)
-            room = int(free / max([1.0, *longer]))
-        bound = activation_bytes(config, machine.device)
-        possible = kept_at_most(micro.count, machine.count)
-        return kept_count([(graph, micro.count)], possible, bound, room)
+            limits.append(int(free / max([1.0, *longer]) / graph))
+        return max(0, min(limits))
 
     # --- the rest of a step -----------------------------------------------------------------------
 
