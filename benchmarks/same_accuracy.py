@@ -48,7 +48,7 @@ from megabatch.data.pairs import PairDataset
 from megabatch.data.sources import open_pairs
 from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Encoder
-from megabatch.evaluation.tasks import pairs_task
+from megabatch.evaluation.tasks import RetrievalTask
 from megabatch.training.setup import prepare
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
@@ -155,7 +155,7 @@ def measure(
         encoder = Encoder(setup.towers, str(world.device))
         setup.towers.module.eval()
         for name, test in tests.items():
-            entries, _ = pairs_task(name, CaptionedPairs(test)).score(encoder)
+            entries, _ = RetrievalTask("pairs", name, CaptionedPairs(test)).score(encoder)
             entry = entries["retrieval"]["pairs"]
             figures[name] = {kind: entry[kind] for kind in ("model", "chance")}
     return {

@@ -82,11 +82,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_xdist_setupnodes(specs: list[Any]) -> None:
-    """The workers fork from the server, which costs them no import of the libraries."""
+    """Workers share the server; without GPUs, they fork from it and need not import libraries."""
     from tests.server import SHARED, start_server
 
     os.environ[SHARED] = start_server()
-    for spec in specs:
+    for spec in [] if torch.cuda.is_available() else specs:  # CUDA survives no fork
         spec.python = shlex.join([sys.executable, str(Path(__file__).with_name("server.py"))])
 
 

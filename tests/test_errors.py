@@ -2,7 +2,7 @@
 
 import pytest
 
-from megabatch.errors import are, plural
+from megabatch.errors import plural
 
 
 @pytest.mark.parametrize(
@@ -17,4 +17,3 @@ from megabatch.errors import are, plural
 )
 def test_a_number_has_its_noun(number: int, noun: str, text: str) -> None:
     assert plural(number, noun) == text
-    assert are(number) == ("is" if number == 1 else "are")

@@ -84,6 +84,8 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
     case["options"] = _options(rng, case)
     if case["options"].get("margin") is not None and dtype != "float64":
         case["values"], case["normalize"] = "integers", False  # whose products are exact
+    if name == "infonce":  # not drawn, so that all else is as in earlier records
+        case["options"]["margin_strategy"] = ("absolute", "relative")[index % 2]
     if name == "infonce" and (case["options"]["label_smoothing"] or case["options"]["tau_plus"]):
         case["ids"] = None
     if name in RANKING:

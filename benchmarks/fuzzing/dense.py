@@ -209,7 +209,8 @@ def _negatives(
         if counted is None:
             counted = torch.ones_like(part.products, dtype=torch.bool)
         if o["margin"] is not None:
-            limit = compared.detach()[:, None] + o["margin"]
+            share = compared.abs() if o["margin_strategy"] == "relative" else 1
+            limit = (compared + o["margin"] * share).detach()[:, None]
             note_gaps(g, part.compared.detach() - limit, counted)
             counted = counted & ~(part.compared.detach() > limit)
         masks.append(counted)

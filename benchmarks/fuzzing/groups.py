@@ -81,7 +81,7 @@ def attempt(case: Case, rank: int, device: str) -> tuple[str, bool]:
 
 def _together(cases: list[Case], device: str) -> Iterator[tuple[Case, str]]:
     """Cases of groups of one size, which start anew after a case on which ranks lost each other."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     left = deque(cases)
     while left:
         with tempfile.TemporaryDirectory() as folder:

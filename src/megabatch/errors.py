@@ -64,11 +64,6 @@ def all_of(reasons: Sequence[str]) -> str:
     return reasons[0] if len(reasons) == 1 else "\n  - ".join(["several things:", *reasons])
 
 
-def are(number: int) -> str:
-    """The verb after so many."""
-    return "is" if number == 1 else "are"
-
-
 def plural(number: int, noun: str) -> str:
     """A number and its noun: `1 pair`, `4,096 pairs`, `0 batches`."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"

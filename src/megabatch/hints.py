@@ -167,17 +167,12 @@ def shown(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-#: Sizes that `parse_bytes` reads.
+#: Sizes such as 80GiB, 1.5M, or a plain number of bytes.
 SIZE = r"(\d+(?:\.\d+)?)([KMGT]?)(?:iB)?"
 
 
 def parse_bytes(text: str) -> int:
-    """Parse a size such as "80GiB" or "80G", or a plain number of bytes.
-
-    Raises:
-        ValueError: the text is neither.
-    """
+    """The bytes of a size of the form `SIZE`."""
     match = re.fullmatch(SIZE, text)
-    if match is None:
-        raise ValueError(f"expected a size such as 80GiB, got {text!r}")
+    assert match is not None, text
     return int(float(match[1]) * 1024 ** " KMGT".find(match[2]))

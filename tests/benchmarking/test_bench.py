@@ -148,9 +148,10 @@ def test_memory_of_a_process(contender: str, monkeypatch: pytest.MonkeyPatch) ->
     found = alone(contender)
     assert found.status == "ok"
     assert found.extra_bytes is not None
-    # Logits of 2,048 x 2,048 and two softmaxes; or the logits once, which fit the workspace.
+    # Logits of 2,048 x 2,048 and two softmaxes; or the logits once, which fit the workspace. Pages
+    # of libraries that this call is the first to touch count as well.
     assert (found.extra_bytes > 3 * 16 * MIB) == (contender == "dense")
-    assert (found.extra_bytes < 32 * MIB) == (contender == "megabatch")
+    assert (found.extra_bytes < 40 * MIB) == (contender == "megabatch")
 
 
 def test_processes_that_fail_are_results(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from machinery.grey import GreyWriter
 from machinery.icon_towers import GreyTransform
 from megabatch.data import PairLoader
 from megabatch.data.grey import GreyPairs
-from megabatch.data.pairs import ArrayDataset
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
 
@@ -27,7 +26,6 @@ def write(folder: Path, count: int = 5, size: int = 4) -> Path:
 def test_pairs_come_back(tmp_path: Path):
     pairs = open_pairs(str(write(tmp_path / "grey", count=12)))
     assert isinstance(pairs, GreyPairs)
-    assert isinstance(pairs, ArrayDataset)
     assert len(pairs) == 12
     assert (pairs[11].caption, pairs[11].key, pairs[11].image.mode) == ("é 5", "k11", "L")
     assert pairs[11].id == 2**40 + 5

@@ -350,18 +350,11 @@ def test_glyphs_come_fast_enough(glyphs: GlyphSet):
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"batch_size": 0}, ValueError, "batch_size: 0; expected at least 1"),
-        ({"workers": -1}, ValueError, "workers: -1; expected at least 0"),
-        ({"seed": -1}, ValueError, "seed: -1; expected at least 0"),
-        ({"rank": 1}, ValueError, "world_size: 1; expected at least 2"),
-        ({"batch_size": 101}, UsageError, "101; expected at least 1, .* and at most 100, the pair"),
-        ({"batch_size": 3, "world_size": 4}, UsageError, "size 3; expected at least 4, one pair"),
-    ],
+    "options",
+    [{"batch_size": 0}, {"batch_size": 101}, {"batch_size": 3, "world_size": 4}, {"rank": 1}],
 )
-def test_numbers_out_of_range(options: dict[str, int], error: type[Exception], message: str):
-    with pytest.raises(error, match=message):
+def test_numbers_out_of_range(options: dict[str, int]):
+    with pytest.raises(UsageError, match="pairs: expected rank < world_size <= batch_size <= pai"):
         loader(**options)
 
 

@@ -147,7 +147,7 @@ def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> Non
     (tmp_path / "empty.csv").write_text("image,caption\n")
     (tmp_path / "coco.json").write_text("{}")
     for name, message in (
-        ("coco.json", r"coco\.json is neither a \.tar shard nor a .* table"),
+        ("coco.json", r"coco\.json; expected \.tar shards alone"),
         ("columns.csv", "no image column .* its columns are 'a', 'b'"),
         ("empty.csv", "no rows"),
         ("missing.csv", "nothing matches"),

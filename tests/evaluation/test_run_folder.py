@@ -78,15 +78,6 @@ def test_a_damaged_run_is_refused_in_one_line(run: Path, damage: object, message
     assert "\n" not in str(caught.value)
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "evaluation.json"
-    write_atomically(path, "old")
-    with pytest.raises(UnicodeEncodeError):
-        write_atomically(path, "\ud800")
-    assert path.read_text() == "old"
-    assert [p.name for p in tmp_path.iterdir()] == ["evaluation.json"]
-
-
 def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
     write_atomically(tmp_path / "new" / "file", "text")
     with pytest.raises(UsageError, match=r"report\.html cannot be written: File exists"):

@@ -76,15 +76,12 @@ def test_samples_without_a_usable_class_are_bad(tmp_path: Path) -> None:
 
 def test_what_is_no_labelled_data_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    image_folder(tmp_path / "splits" / "train", 1)
-    image_folder(tmp_path / "splits" / "val", 1)
     (tmp_path / "hollow" / "a class").mkdir(parents=True)
     shard(tmp_path / "pairs.tar", [{"png": png(picture(0, 0)), "txt": b"caption"}])
     (tmp_path / "table.csv").write_text("filepath,title\n")
     for name, message in (
         ("missing", "nothing matches"),
         ("empty", "find any class folder"),
-        ("splits", r"look like splits .* give one of them, such as .*splits/train"),
         ("hollow", "no valid file for the classes a class"),
         ("pairs.tar", r"no sample has a member \.cls"),
         ("table.csv", r"expected shards \(\.tar\) or a folder"),

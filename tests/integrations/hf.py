@@ -27,10 +27,7 @@ from megabatch.integrations.transformers import (  # noqa: E402
 )
 
 SAMPLES, BATCH, LENGTH = 20, 4, 6
-TOWERS = {
-    "both": ["q_proj", "v_proj"],
-    "text": r".*text_model.*(q_proj|v_proj)",
-}
+TOWERS = {"both": ["q_proj", "v_proj"], "text": r".*text_model.*(q_proj|v_proj)"}
 
 Rows = list[dict[str, Tensor]]
 
@@ -181,7 +178,7 @@ def pairs_trainer(cached: bool, folder: Path, data: Rows, **extra: Any) -> Any:
     )  # fmt: skip
 
 
-def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Tensor]]:
+def accelerated(batches: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """Train a model by a custom loop that accumulates two batches per step."""
     accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
     model = model_of("siglip")
@@ -193,7 +190,7 @@ def accelerated(cached: bool, batches: int = 4) -> tuple[nn.Module, dict[str, Te
     step = GradientCache(FeatureEncoder(model), own_loss(model), 3)
     for batch in data:
         with accelerator.accumulate(model):
-            accelerator.backward(step(batch) if cached else model(**batch).loss)
+            accelerator.backward(step(batch))
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()

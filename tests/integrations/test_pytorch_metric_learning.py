@@ -72,18 +72,11 @@ def test_references(name: str) -> None:
     mine, own = both(name)
     x, y = rows(13), rows(8, 1)
     for labels in (OTHERS, torch.full((8,), 9)):
-        arguments = {"labels": LABELS, "ref_labels": labels}
-        assert_equal(
-            lambda x, y, arguments=arguments: mine(x, ref_emb=y, **arguments),
-            lambda x, y, arguments=arguments: own(x, ref_emb=y, **arguments),
-            x,
-            y,
-        )
+        f, g = (partial(loss, labels=LABELS, ref_labels=labels) for loss in (mine, own))
+        assert_equal(lambda x, y, f=f: f(x, ref_emb=y), lambda x, y, g=g: g(x, ref_emb=y), x, y)
     # With the embeddings as references and their own labels, pairs (i, i) are positives.
-    copied = LABELS.clone()
-    assert_equal(
-        lambda x: mine(x, LABELS, None, x, copied), lambda x: own(x, LABELS, None, x, copied), x
-    )
+    f, g = (partial(loss, labels=LABELS, ref_labels=LABELS.clone()) for loss in (mine, own))
+    assert_equal(lambda x: f(x, ref_emb=x), lambda x: g(x, ref_emb=x), x)
 
 
 # --- options of the library -----------------------------------------------------------------------
@@ -129,7 +122,7 @@ def test_distances(name: str) -> None:
         distances.CosineSimilarity(collect_stats=True),
     ):
         mine, own = both(name, distance=distance, temperature=0.5)
-        assert_equal(lambda x, f=mine: f(x, LABELS), lambda x, f=own: f(x, LABELS), rows(13))
+        assert_equal(partial(mine, labels=LABELS), partial(own, labels=LABELS), rows(13))
     own(rows(13), LABELS)
     expected = distance.initial_avg_query_norm, distance.final_avg_ref_norm
     distance.reset_stats()

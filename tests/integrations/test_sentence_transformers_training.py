@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,9 +55,26 @@ def texts(columns: int) -> Any:
     )
 
 
-def train(
-    folder: Path, model: Any, make_loss: Callable[[Any], Any], data: Any, **arguments: Any
-) -> Any:
+CACHED = MegabatchRankingLoss, losses.CachedMultipleNegativesRankingLoss
+UNCACHED = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
+GUIDED = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+
+
+def train_both(
+    folder: Path,
+    kinds: tuple[Any, Any],
+    make_loss: Callable[[Any, Any], Any],
+    data: Any,
+    *,
+    make_model: Callable[[Path], Any] = bert,
+    tolerance: float = 1e-5,
+    **arguments: Any,
+) -> None:
+    """Train with each loss; assert equal weights and evaluations, and that weights have moved.
+
+    make_loss: takes the class and the model. tolerance: of weights, relative to the largest of a
+    tensor, which may be much larger than 1.
+    """
     # Without clipping, SGD's steps are proportional to the gradients and show a wrong factor.
     options: dict[str, Any] = {
         "output_dir": str(folder / "run"),
@@ -76,40 +92,19 @@ def train(
         "disable_tqdm": True,
         "logging_strategy": "no",
     }
-    trainer = library.SentenceTransformerTrainer(
-        model,
-        library.SentenceTransformerTrainingArguments(**options, **arguments),
-        train_dataset=data,
-        eval_dataset=data,
-        loss=make_loss(model),
-    )
-    trainer.train()
-    return trainer
-
-
-def train_both(
-    folder: Path,
-    make_loss: Callable[[Any, Any], Any],
-    data: Any,
-    *,
-    loss_classes: tuple[Any, Any] = (
-        MegabatchRankingLoss,
-        losses.CachedMultipleNegativesRankingLoss,
-    ),
-    make_model: Callable[[Path], Any] = bert,
-    tolerance: float = 1e-5,
-    **arguments: Any,
-) -> None:
-    """Train with each loss; assert equal weights and evaluations, and that weights have moved.
-
-    tolerance: of weights, relative to the largest of a tensor, which may be much larger than 1.
-    """
     before = weights_of(make_model(folder))
     weights, evaluations = [], []
-    for loss_class in loss_classes:
-        make = functools.partial(make_loss, loss_class)
-        trainer = train(folder, make_model(folder), make, data, **arguments)
-        weights.append(weights_of(trainer.model))
+    for kind in kinds:
+        model = make_model(folder)
+        trainer = library.SentenceTransformerTrainer(
+            model,
+            library.SentenceTransformerTrainingArguments(**options, **arguments),
+            train_dataset=data,
+            eval_dataset=data,
+            loss=make_loss(kind, model),
+        )
+        trainer.train()
+        weights.append(weights_of(model))
         evaluations.append({k: v for k, v in trainer.evaluate().items() if k.endswith("_loss")})
     found, expected = weights
     assert max((found[name] - before[name]).abs().max().item() for name in before) > 1e-3
@@ -119,18 +114,21 @@ def train_both(
     assert evaluations[0] == pytest.approx(evaluations[1], rel=10 * tolerance)
 
 
-def ranking_loss(settings: dict[str, Any], kind: Any, model: Any) -> Any:
-    return kind(model, **settings)
+def every_direction(kind: Any, model: Any, **settings: Any) -> Any:
+    settings |= {"hardness_mode": "in_batch_negatives", "hardness_strength": 5.0}
+    return kind(model, mini_batch_size=3, directions=EVERY_DIRECTION, **settings)
+
+
+def sized(kind: Any, model: Any) -> Any:
+    return kind(model, mini_batch_size=3)
+
+
+def guided(guide: Any, kind: Any, model: Any) -> Any:
+    return kind(model, guide, mini_batch_size=3, margin=0.05, gather_across_devices=True)
 
 
 def test_trains_as_the_library_does(folder: Path) -> None:
-    settings = {
-        "mini_batch_size": 3,
-        "directions": EVERY_DIRECTION,
-        "hardness_mode": "in_batch_negatives",
-        "hardness_strength": 5.0,
-    }
-    train_both(folder, functools.partial(ranking_loss, settings), texts(4))
+    train_both(folder, CACHED, every_direction, texts(4))
 
 
 def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
@@ -138,7 +136,7 @@ def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
         symmetric = {"directions": SYMMETRIC, "partition_mode": "per_direction"}
         return {"a": kind(model, mini_batch_size=2, **symmetric), "b": kind(model, scale=50)}
 
-    train_both(folder, each, datasets.DatasetDict({"a": texts(2), "b": texts(3)}))
+    train_both(folder, CACHED, each, datasets.DatasetDict({"a": texts(2), "b": texts(3)}))
 
 
 def test_trains_as_the_library_does_in_bfloat16_with_checkpointing(folder: Path) -> None:
@@ -147,45 +145,36 @@ def test_trains_as_the_library_does_in_bfloat16_with_checkpointing(folder: Path)
         model[0].auto_model.gradient_checkpointing_enable()
         return model
 
-    cached = functools.partial(ranking_loss, {"mini_batch_size": 3})
     # Older trainers compute the loss under autocast, where the library rounds scores to bfloat16.
     tolerance = 1e-5 if int(transformers.__version__.partition(".")[0]) >= 5 else 0.03
-    train_both(folder, cached, texts(2), make_model=checkpointed, bf16=True, tolerance=tolerance)
-
-
-def guided(guide: Any, kind: Any, model: Any) -> Any:
-    return kind(model, guide, mini_batch_size=3, margin=0.05, gather_across_devices=True)
+    options: dict[str, Any] = {"make_model": checkpointed, "bf16": True, "tolerance": tolerance}
+    train_both(folder, CACHED, sized, texts(2), **options)
 
 
 def test_trains_as_the_library_does_with_a_guide(folder: Path) -> None:
-    loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
-
     def matryoshka(kind: Any, model: Any) -> Any:
         return losses.MatryoshkaLoss(model, guided(bert(folder), kind, model), [WIDTH, 6])
 
-    train_both(folder, matryoshka, texts(3), loss_classes=loss_classes)
+    train_both(folder, GUIDED, matryoshka, texts(3))
 
 
 def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
-    loss_classes = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
-
     def matryoshka(kind: Any, model: Any) -> Any:
         return losses.MatryoshkaLoss(model, kind(model), [WIDTH, 6])
 
-    train_both(folder, matryoshka, texts(3), loss_classes=loss_classes, make_model=static)
+    train_both(folder, UNCACHED, matryoshka, texts(3), make_model=static)
 
 
 def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:
     words = ["a b c d e f g", "b", "c d", "a c e g b d f h", "f", "e f g", "g h", "h"]
-    data = datasets.Dataset.from_dict(
-        {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
-    )
+    columns = {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
+    data = datasets.Dataset.from_dict(columns)
 
     def matryoshka(kind: Any, model: Any) -> Any:
-        loss = kind(model, mini_batch_size=3)
-        return losses.MatryoshkaLoss(model, loss, [WIDTH, 6], [1, 0.5])
+        return losses.MatryoshkaLoss(model, sized(kind, model), [WIDTH, 6], [1, 0.5])
 
-    train_both(folder, matryoshka, data, make_model=lambda folder: without_dropout(bert(folder)))
+    make_model = lambda folder: without_dropout(bert(folder))  # noqa: E731
+    train_both(folder, CACHED, matryoshka, data, make_model=make_model)
 
 
 # --- two ranks ------------------------------------------------------------------------------------
@@ -193,28 +182,16 @@ def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -
 
 def on_two_trains_as_the_librarys_do(world: World) -> None:
     """Both losses on the ranks of one DistributedDataParallel model, gathering and not."""
-    with tempfile.TemporaryDirectory() as own:
-        if world.rank == 0:  # transformers writes nothing on other ranks
-            save_tiny_bert(Path(own, "bert"))
-        shared = [own]
-        dist.broadcast_object_list(shared)
-        folder = Path(shared[0])
-        for gather_across_devices in (True, False):
-            settings = {
-                "mini_batch_size": 3,
-                "gather_across_devices": gather_across_devices,
-                "directions": EVERY_DIRECTION,
-                "hardness_mode": "in_batch_negatives",
-                "hardness_strength": 5.0,
-            }
-            make = functools.partial(ranking_loss, settings)
-            train_both(folder, make, texts(3))
-        # Before 6 the library compared the guide with the first rank's positives alone.
-        if library.__version__ >= "6":
-            loss_classes = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
-            with_guide = functools.partial(guided, bert(folder))
-            train_both(folder, with_guide, texts(3), loss_classes=loss_classes)
-        dist.barrier()
+    if world.rank == 0:  # transformers writes nothing on other ranks
+        save_tiny_bert(world.folder / "bert")
+    dist.barrier()
+    for gather in (True, False):
+        make = functools.partial(every_direction, gather_across_devices=gather)
+        train_both(world.folder, CACHED, make, texts(3))
+    # Before 6 the library compared the guide with the first rank's positives alone.
+    if library.__version__ >= "6":
+        guide = bert(world.folder)
+        train_both(world.folder, GUIDED, functools.partial(guided, guide), texts(3))
 
 
 def on_two_shards_of_different_sizes(world: World) -> None:

@@ -322,7 +322,7 @@ def on_two_the_models_own_loss_under_ddp(_: World) -> None:
 
 
 def on_two_a_loop_with_accelerate(_: World) -> None:
-    model, before = accelerated(True, batches=8)
+    model, before = accelerated(batches=8)
     batch, expected = images_and_texts(8 * BATCH), model_of("siglip")
     descend(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 0.3, 0.5)
     assert_weights_equal(model, expected, before)

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import megabatch as mb
@@ -36,30 +34,6 @@ def test_equals_two_cross_entropies(maker: str, b: int) -> None:
     for scale in SCALES:
         x, y = MAKERS[maker](b, b, 16)
         assert_equal(mb.ClipLoss(), lambda x, y, s: clip_of_logits(s * x @ y.T), x, y, scale)
-
-
-@settings(deadline=None, max_examples=100)
-@given(
-    ids=st.lists(st.one_of(st.integers(-2, 6), st.just(2**62 - 1)), min_size=1, max_size=24),
-    scale=st.one_of(st.sampled_from(SCALES[:3]), st.floats(0.01, 100)),
-    mode=st.sampled_from([("positive", 0.0), ("positive", 0.1), ("ignored", 0.0), ("", 0.2)]),
-    weighted=st.booleans(),
-    maker=st.sampled_from(sorted(MAKERS)),
-)
-def test_shared_captions_smoothing_and_weights(
-    ids: list[int], scale: float, mode: tuple[Any, float], weighted: bool, maker: str
-) -> None:
-    """ "": without ids."""
-    (duplicates, smoothing), b = mode, len(ids)
-    torch.manual_seed(b)
-    pairs = torch.tensor(ids) if duplicates else None
-    weights = 0.01 + torch.rand(b, dtype=torch.float64) if weighted else None
-    loss = mb.ClipLoss(label_smoothing=smoothing, duplicates=duplicates or "positive")
-    assert_equal(
-        lambda x, y, s: loss(x, y, s, ids=pairs, weights=weights),
-        lambda x, y, s: clip_of_logits(s * x @ y.T, pairs, duplicates, smoothing, weights),
-        *(*MAKERS[maker](b, b, 5), scale),
-    )
 
 
 @pytest.mark.parametrize("loss", [mb.ClipLoss(), mb.SigLipLoss()])
@@ -112,31 +86,6 @@ def dense(x: Tensor, y: Tensor, scale: Tensor, *teacher: Any) -> tuple[Tensor, T
 
 def features(kind: str, m: int, d: int, width: int) -> list[Tensor]:
     return [*MAKERS[kind](m, m, d), *MAKERS["clustered"](m, m, width)]
-
-
-@settings(max_examples=40)
-@given(
-    kind=st.sampled_from(sorted(MAKERS)),
-    m=st.integers(1, 40),
-    d=st.integers(1, 9),
-    width=st.integers(1, 9),
-    scale=st.sampled_from([0.01, 1.0, 20.0, 200.0]),
-    factor=st.sampled_from([0.01, 5.0, 100.0]),
-)
-def test_distillation_equals_the_dense_losses(
-    kind: str, m: int, d: int, width: int, scale: float, factor: float
-) -> None:
-    x, y, *teacher = features(kind, m, d, width)
-    for shares in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
-        assert_equal(
-            lambda *a, s=shares: torch.dot(
-                *map(torch.stack, (mb.DistillClipLoss()(*a, *teacher, factor), leaves(*s)))
-            ),
-            lambda *a, s=shares: torch.dot(
-                *map(torch.stack, (dense(*a, *teacher, factor), leaves(*s)))
-            ),
-            *(x, y, scale),
-        )
 
 
 def test_many_blocks_in_one_small_workspace(small_blocks: None) -> None:

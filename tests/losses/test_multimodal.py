@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 import megabatch as mb
-from tests.losses.reference import assert_equal, clip_of_logits, leaves, siglip_of_logits
+from tests.losses.reference import assert_equal, leaves, siglip_of_logits
 from tests.similarity.features import MAKERS
 
 PAIRS = [("image", "text"), ("audio", "text"), ("image", "audio")]
@@ -19,50 +17,6 @@ B = 9
 
 def some_features(b: int = B, d: int = 5) -> list[Tensor]:
     return [*MAKERS["learnt"](b, b, d), MAKERS["random"](b, b, d)[0]]
-
-
-def test_weighted_sum_over_pairs() -> None:
-    w = (1.0, 0.5, 0.0)
-    loss = mb.MultiModalLoss(PAIRS, weights=w)
-    assert_equal(
-        lambda i, t, a, s: loss({"image": i, "text": t, "audio": a}, s),
-        lambda i, t, a, s: (
-            w[0] * clip_of_logits(s * i @ t.T)
-            + w[1] * clip_of_logits(s * a @ t.T)
-            + w[2] * clip_of_logits(s * i @ a.T)
-        ),
-        *some_features(),
-        10.0,
-    )
-
-
-@settings(deadline=None, max_examples=40)
-@given(masks=st.lists(st.tuples(*[st.booleans()] * 3), min_size=1, max_size=12), data=st.data())
-def test_missing_samples_do_not_count(masks: list[tuple[bool, ...]], data: Any) -> None:
-    b = len(masks)
-    torch.manual_seed(b)
-    have = dict(zip(NAMES, torch.tensor(masks).T, strict=True))
-    named = data.draw(st.sets(st.sampled_from(NAMES)))
-    present = {name: have[name] for name in named}
-
-    def truth(i: Tensor, t: Tensor, a: Tensor, s: Tensor) -> Tensor:
-        features = {"image": i, "text": t, "audio": a}
-        total = 0 * s
-        for first, second in PAIRS:
-            rows = [
-                k for k in range(b) if all(n not in named or have[n][k] for n in (first, second))
-            ]
-            if rows:
-                total = total + clip_of_logits(s * features[first][rows] @ features[second][rows].T)
-        return total
-
-    loss = mb.MultiModalLoss(PAIRS)
-    assert_equal(
-        lambda i, t, a, s: loss({"image": i, "text": t, "audio": a}, s, present=present),
-        truth,
-        *some_features(b),
-        10.0,
-    )
 
 
 @pytest.mark.parametrize("normalize", [False, True])

@@ -9,8 +9,6 @@ import megabatch as mb
 from tests.losses.reference import assert_equal, siglip_of_logits
 from tests.similarity.features import MAKERS
 
-IDS = torch.tensor([0, 1, 1, 2, -1, -1, 0, 0, 3, 4])
-
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_equals_binary_cross_entropies(maker: str) -> None:
@@ -20,17 +18,6 @@ def test_equals_binary_cross_entropies(maker: str) -> None:
             mb.SigLipLoss(),
             lambda x, y, s, c: siglip_of_logits(s * x @ y.T + c),
             *(x, y, scale, bias),
-        )
-
-
-@pytest.mark.parametrize("maker", MAKERS)
-def test_shared_captions_and_weights(maker: str) -> None:
-    x, y = MAKERS[maker](10, 10, 6)
-    for weights in (None, torch.rand(10, dtype=torch.float64)):
-        assert_equal(
-            lambda x, y, s, c, w=weights: mb.SigLipLoss()(x, y, s, c, ids=IDS, weights=w),
-            lambda x, y, s, c, w=weights: siglip_of_logits(s * x @ y.T + c, IDS, w),
-            *(x, y, 10.0, -3.0),
         )
 
 

@@ -60,9 +60,9 @@ def same(ours: list[Tensor], truth: list[Tensor], backend: str) -> None:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_gradients_of_some_inputs_alone(call: str, backend: str) -> None:
-    given, tolerance = inputs(140, 150, backend), BACKENDS[backend][1]
+    given, tolerance = inputs(140, 40, backend), BACKENDS[backend][1]
     whole = results(CALLS[call], given, range(4))
-    for needed in ((), (0,), (1,), (2,), (3,), (0, 2), (1, 2, 3), (0, 1), (2, 3)):
+    for needed in ((), (0,), (1,), (2,), (3,), (1, 2, 3), (0, 1)):
         part = results(CALLS[call], given, needed)
         for k, (a, b) in enumerate(zip(part, whole, strict=True), start=4 - len(whole)):
             if k >= 0 and k not in needed:

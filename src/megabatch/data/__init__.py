@@ -7,14 +7,12 @@ from megabatch.imports import lazy
 if TYPE_CHECKING:
     from megabatch.data.glyphs import GlyphSet, load_glyphs
     from megabatch.data.loader import Batch, PairLoader
-    from megabatch.data.pairs import ArrayDataset, BadSample, BatchTransform, Pair, PairDataset
+    from megabatch.data.pairs import BadSample, Pair, PairDataset
     from megabatch.data.sources import open_pairs
 
 __all__ = [
-    "ArrayDataset",
     "BadSample",
     "Batch",
-    "BatchTransform",
     "GlyphSet",
     "Pair",
     "PairDataset",

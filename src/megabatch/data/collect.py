@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -16,24 +17,16 @@ from megabatch.data.fetch import Chunk, channels_last
 
 
 def collected(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Chunk]:
-    """Yield batches of `size` samples, of which the bad ones are left out; the last may be smaller.
+    """Yield batches of `size` samples, of which the bad ones are left out.
 
     No chunk has samples of two batches. Images are copied chunk by chunk, which frees the shared
     memory in which a worker has sent them; those of a chunk that is a whole batch are not.
     """
-    coming = iter(chunks)
-    while (batch := _next_batch(coming, size, memory)) is not None:
-        yield batch
-        del batch  # before its memory is asked for
-
-
-def _next_batch(chunks: Iterator[Chunk], size: int, memory: Memory) -> Chunk | None:
     images: Any = None
     parts: list[Chunk] = []  # without their images
-    rows = samples = 0
+    rows = 0
     for chunk in chunks:
         first, rows = rows, rows + len(chunk)
-        samples += len(chunk) + len(chunk.bad)
         if isinstance(chunk.images, Tensor) and len(chunk) < size:
             images = memory.like(chunk.images, size) if images is None else images
             images[first:rows] = chunk.images
@@ -41,18 +34,18 @@ def _next_batch(chunks: Iterator[Chunk], size: int, memory: Memory) -> Chunk | N
             images = chunk.images if images is None else [*images, *chunk.images]
         parts.append(replace(chunk, images=None))
         del chunk  # before waiting for the next one
-        if samples == size:
-            break
-    if not parts:
-        return None
-    texts = [part.texts for part in parts if part.texts is not None]
-    return Chunk(
-        None if images is None else images[:rows],
-        np.concatenate(texts) if texts else None,
-        np.concatenate([part.indices for part in parts]),
-        np.concatenate([part.ids for part in parts]),
-        [bad for part in parts for bad in part.bad],
-    )
+        bad = [*itertools.chain.from_iterable(part.bad for part in parts)]
+        if rows + len(bad) < size:
+            continue
+        texts = [part.texts for part in parts if part.texts is not None]
+        yield Chunk(
+            None if images is None else images[:rows],
+            np.concatenate(texts) if texts else None,
+            np.concatenate([part.indices for part in parts]),
+            np.concatenate([part.ids for part in parts]),
+            bad,
+        )
+        images, parts, rows = None, [], 0
 
 
 class Memory:

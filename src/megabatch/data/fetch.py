@@ -17,16 +17,7 @@ from torch.utils.data import default_collate
 
 from megabatch.data.images import DeferredImage, transformed
 from megabatch.data.order import Request
-from megabatch.data.pairs import (
-    ArrayDataset,
-    BadSample,
-    BatchTransform,
-    Pair,
-    PairDataset,
-    caption_id,
-)
-
-_TOKEN_CACHE = 2**26  # bytes of tokens that each process keeps: 100,000 texts of 77
+from megabatch.data.pairs import BadSample, Pair, PairDataset, caption_id
 
 
 @dataclass
@@ -35,9 +26,8 @@ class Chunk:
 
     images: (n, ...), or a list of n if they are decoded late, None if n is 0; texts: (n, context)
     int64, or (n, context, 1 + k) with k negatives each, None if n is 0; indices, and ids of the
-    captions: int64 (n,). All but the images are numpy arrays: a tensor from a worker costs a
-    file descriptor, which took 2 ms.
-    bad: index, reason and key of each bad sample.
+    captions: int64 (n,); bad: index, reason and key of each bad sample.
+    All but the images are numpy arrays: a tensor from a worker costs a file descriptor and 2 ms.
     """
 
     images: Tensor | list[Any] | None
@@ -65,23 +55,20 @@ class Fetcher:
         negatives: int = 0,
         late: bool = False,
     ) -> None:
-        self.negatives = negatives
         self.dataset = dataset
         self.transform = transform
+        self.tokenizer = tokenizer
         self.seed = seed
-        self._tokens = CachedTokens(tokenizer)
+        self.negatives = negatives
         # Then one thread does the work: another process would have to send what it has copied.
-        self.many_at_once = (
-            isinstance(dataset, ArrayDataset) and isinstance(transform, BatchTransform) and not late
-        )
+        self.many_at_once = hasattr(dataset, "arrays") and hasattr(transform, "batch") and not late
         # What is done with a first input, and then with those of a chunk together.
         self._prepare: Callable[[Any], Any] = functools.partial(transformed, transform)
         self._stacked: Callable[[list[Any]], Any] = stacked
         if late:
             self._prepare, self._stacked = DeferredImage.keep, list
         elif getattr(dataset, "first", "image") == "text" and hasattr(transform, "texts"):
-            self._firsts = CachedTokens(transform.texts)
-            self._prepare, self._stacked = str, self._texts_together
+            self._prepare, self._stacked = str, transform.texts
 
     def __call__(self, request: Request) -> Chunk:
         """Fetch samples; seeds depend on draws, so one that comes twice in an epoch differs."""
@@ -96,7 +83,7 @@ class Fetcher:
         captions = source.texts(indices)
         own_ids = getattr(source, "ids", None)
         ids = own_ids(indices) if own_ids else np.array([*map(caption_id, captions)], np.int64)
-        return Chunk(images, self._tokens(captions), indices, ids)
+        return Chunk(images, self.tokenizer(captions).numpy(), indices, ids)
 
     def _one_by_one(self, indices: np.ndarray, seeds: np.ndarray) -> Chunk:
         firsts: list[Any] = []
@@ -105,7 +92,9 @@ class Fetcher:
             for offset, (index, seed) in enumerate(zip(indices.tolist(), seeds, strict=True)):
                 try:
                     pair = self.dataset[index]
-                    texts = [pair.caption, *chosen_negatives(pair, self.negatives, int(seed))]
+                    texts = [pair.caption]
+                    if self.negatives:
+                        texts += chosen_negatives(pair, self.negatives, int(seed))
                     seed_everything(int(seed))
                     firsts.append(self._prepare(pair.image))
                 except BadSample as sample:
@@ -117,53 +106,20 @@ class Fetcher:
         if not good:
             nothing = np.empty(0, dtype=np.int64)
             return Chunk(None, None, nothing, nothing, bad)
-        tokens = self._tokens(captions)
+        tokens = self.tokenizer(captions).numpy()
         if self.negatives:  # (n * (1 + k), context) to (n, context, 1 + k)
             each = tokens.reshape(-1, 1 + self.negatives, tokens.shape[1])
             tokens = np.ascontiguousarray(each.transpose(0, 2, 1))
         images = self._stacked(firsts)
         return Chunk(images, tokens, indices[good], np.array(ids, dtype=np.int64), bad)
 
-    def _texts_together(self, texts: list[str]) -> Tensor:
-        return torch.from_numpy(self._firsts(texts))
-
 
 def chosen_negatives(pair: Pair, count: int, seed: int) -> list[str]:
-    """So many of a pair's negatives, in their order: others with another seed if it has more.
-
-    Raises:
-        BadSample: it has fewer.
-    """
-    found = pair.negatives
-    if len(found) < count:
+    """So many of a pair's negatives, in their order, by the seed; BadSample if it has fewer."""
+    if len(pair.negatives) < count:
         raise BadSample(f"fewer than {count} negatives", pair.key)
-    if len(found) == count or not count:
-        return list(found[:count])
-    chosen = np.random.default_rng(seed).choice(len(found), count, replace=False)
-    return [found[i] for i in sorted(chosen)]
-
-
-class CachedTokens:
-    """A tokenizer with a cache of distinct texts: pairs come again in every epoch.
-
-    limit: bytes of tokens that are kept; the texts themselves come on top.
-    """
-
-    def __init__(self, tokenizer: Callable[[list[str]], Tensor], limit: int = _TOKEN_CACHE) -> None:
-        self.tokenizer = tokenizer
-        self._room = limit
-        self._kept: dict[str, np.ndarray] = {}
-
-    def __call__(self, texts: list[str]) -> np.ndarray:
-        """Return the tokens of these texts, (n, context); there is at least one."""
-        new = [text for text in dict.fromkeys(texts) if text not in self._kept]
-        made = dict(zip(new, self.tokenizer(new).numpy(), strict=True)) if new else {}
-        rows = [self._kept[text] if text in self._kept else made[text] for text in texts]
-        for text, row in made.items():
-            if row.nbytes <= self._room:
-                self._kept[text] = row.copy()  # a view would keep all of `made`
-                self._room -= row.nbytes
-        return np.stack(rows)
+    chosen = np.random.default_rng(seed).permutation(len(pair.negatives))[:count]
+    return [pair.negatives[i] for i in sorted(chosen)]
 
 
 def sample_seeds(seed: int, epoch: int, draws: np.ndarray) -> np.ndarray:
@@ -202,8 +158,8 @@ def random_state_kept() -> Iterator[None]:
 def stacked(images: list[Tensor]) -> Tensor:
     """Images (c, h, w) as one tensor (n, c, h, w), in the order that they have in memory.
 
-    Decoded images have their channels last. To bring them into another order here takes 0.11 ms of
-    1.4 ms that a worker needs for an image of 224² pixels; their normalisation does it in passing.
+    Decoded images have their channels last. Another order takes 0.11 ms of the 1.4 ms that a worker
+    needs for an image of 224² pixels; their normalisation on the device does it in passing.
     """
     # default_collate stacks, in a worker into shared memory: nothing is copied again to be sent.
     last = channels_last(images[0])

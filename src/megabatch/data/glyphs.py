@@ -1,12 +1,10 @@
 """The built-in glyph set: images of characters with their Unicode names.
 
 Every letter, number, punctuation mark and symbol (Unicode general categories L, N, P, S) that one
-of the 14 DejaVu faces inside matplotlib can draw: 45,715 images of 6,494 names. Marks, separators
-and control characters are left out: they have no shape of their own. 21 of the images are blank
-in the font itself (the blank Braille pattern, the object replacement character).
-
-The same name recurs in up to 14 faces, which makes real false negatives, and 13% of a face's
-characters look exactly like another character of that face (Latin A, Greek Alpha).
+of the 14 DejaVu faces inside matplotlib can draw: 45,715 images of 6,494 names. 21 of the images
+are blank in the font itself. The same name recurs in up to 14 faces, which makes real false
+negatives, and 13% of a face's characters look exactly like another one of that face (Latin A, Greek
+Alpha).
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import PIL
@@ -39,6 +38,7 @@ MARGIN = 1  # pixels around the ink that stay empty
 # pixel (symbols that two faces share), against 20-40% for most other pairs of faces.
 HELD_OUT_FACES = ("DejaVuSerif-Bold", "DejaVuSerif-BoldItalic")
 HELD_OUT_PERCENT = 8  # of the names
+Split = Literal["train", "faces", "characters", "all"]
 
 _RENDERING_VERSION = 1  # increase it when the same fonts would give other arrays
 
@@ -75,24 +75,18 @@ class GlyphSet:
         """Return their captions."""
         return [self.names[i] for i in self.name_ids[np.asarray(indices)]]
 
-    def take(self, rows: np.ndarray) -> GlyphSet:
+    def take(self, rows: np.ndarray | slice) -> GlyphSet:
         """Return some of the images, by index or by mask."""
         columns = ("images", "name_ids", "faces", "characters")
         return replace(self, **{name: getattr(self, name)[rows] for name in columns})
 
-    def split(self, name: str) -> GlyphSet:
+    def split(self, name: Split) -> GlyphSet:
         """Return one part of the set.
 
-        "train": names that are not held out, in the faces that are not held out.
-        "faces": the held-out faces' images of names that occur in "train".
-        "characters": images of held-out names, in the faces that are not held out.
-        "all": everything; the names that only the held-out faces can draw, and their images of
-        held-out names, are in no other split.
-
-        Images, names: train 36,098 of 5,758; faces 5,804 of 2,902; characters 3,097 of 504.
-
-        Raises:
-            ValueError: there is no such split.
+        "train": names that are not held out, in the other faces: 36,098 images of 5,758 names.
+        "faces": the held-out faces' images of these names: 5,804 of 2,902.
+        "characters": images of held-out names, in the other faces: 3,097 of 504.
+        "all": everything, which is more than the other parts together.
         """
         held_faces = [i for i, face in enumerate(self.face_names) if face in HELD_OUT_FACES]
         new_face = np.isin(self.faces, held_faces)
@@ -102,10 +96,8 @@ class GlyphSet:
             "train": train,
             "faces": new_face & np.isin(self.name_ids, self.name_ids[train]),
             "characters": new_name & ~new_face,
-            "all": np.ones(len(self), dtype=bool),
+            "all": slice(None),
         }
-        if name not in rows:
-            raise ValueError(f"split: {name!r}; expected one of {', '.join(rows)}")
         return self.take(rows[name])
 
 
@@ -118,9 +110,6 @@ def is_held_out(name: str) -> bool:
 
 def load_glyphs() -> GlyphSet:
     """Return the glyph set, rendered on first use (about two seconds) and cached.
-
-    The cache knows the fonts and all else that determines the pixels, so a new matplotlib or Pillow
-    has a set of its own.
 
     Raises:
         UsageError: matplotlib is installed without its fonts.
@@ -139,10 +128,8 @@ def render(fonts: Sequence[Path]) -> GlyphSet:
     drawn: list[tuple[np.ndarray, int, int]] = []
     for face, path in enumerate(fonts):
         # The basic layout is the same on all machines; Raqm is installed on some only.
-        basic = ImageFont.Layout.BASIC
-        font = functools.cache(
-            functools.partial(ImageFont.truetype, str(path), layout_engine=basic)
-        )
+        options = {"layout_engine": ImageFont.Layout.BASIC}
+        font = functools.cache(functools.partial(ImageFont.truetype, str(path), **options))
         drawn += [(_draw(chr(code), font), face, code) for code in _characters(path)]
     images, faces, characters = map(np.array, zip(*drawn, strict=True))
     codes, name_ids = np.unique(characters, return_inverse=True)
@@ -186,10 +173,7 @@ def _font_files() -> list[Path]:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     fonts = sorted(folder.glob("DejaVu*.ttf"))
     if not fonts:
-        raise UsageError(
-            f"glyphs: no DejaVu*.ttf in {folder}; this matplotlib was packaged without its fonts"
-            " (the one that pip installs has them)"
-        )
+        raise UsageError(f"glyphs: no DejaVu*.ttf in {folder}, as in the matplotlib of pip")
     return fonts
 
 

@@ -15,10 +15,7 @@ from megabatch.data.pairs import BadSample, EncodedImage
 
 @dataclass(frozen=True)
 class DeferredImage:
-    """An image to be decoded later, and the seed of its augmentation.
-
-    image: a file, or an image from a source without files.
-    """
+    """A file (or an image, from a source without files) and the seed of its augmentation."""
 
     image: EncodedImage | Image.Image
     seed: int
@@ -26,8 +23,6 @@ class DeferredImage:
     @classmethod
     def keep(cls, image: EncodedImage | Image.Image) -> DeferredImage:
         """Replace a transform: keep the image, and the seed that the transform would have had."""
-        if isinstance(image, EncodedImage):
-            image.check()
         return cls(image, torch.initial_seed())
 
     @property
@@ -66,10 +61,7 @@ _URLS = ("http://", "https://", "s3://", "gs://", "ftp://")
 
 @dataclass(frozen=True)
 class ImageFiles:
-    """Files by name.
-
-    folders: searched in order for a relative name.
-    """
+    """Files by name; folders: searched in order for a relative one."""
 
     folders: tuple[Path, ...]
 
@@ -80,14 +72,9 @@ class ImageFiles:
         return cls((folder,) if folder.resolve() == here.resolve() else (folder, here))
 
     def read(self, value: Any, key: str) -> bytes:
-        """Return the bytes of an image file.
+        """Return the bytes of an image file; BadSample if there is none, or it cannot be read.
 
-        Args:
-            value: its name, its bytes, or Hugging Face's struct {bytes, path}.
-            key: names the sample.
-
-        Raises:
-            BadSample: there is no such file, or it cannot be read.
+        value: its name, its bytes, or Hugging Face's struct {bytes, path}; key: names the sample.
         """
         if isinstance(value, dict):  # the bytes, or else the path
             value = value.get("bytes") or value.get("path")

@@ -28,9 +28,9 @@ _PIECES = 64  # of a batch, over all workers (one each if there are more)
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
-    Images that were decoded have their channels last in memory, as a transform leaves them.
+    Images that were decoded have their channels last in memory, as a transform leaves them. Those
+    that are decoded late are decoded on access, `images[start:stop]`.
     With k hard negatives a pair, texts are (b, context, 1 + k): its own, then its negatives.
-    Images that are decoded late are decoded on access, `images[start:stop]`.
     Equal captions have equal ids, 0 <= id < 2**62; None: the ids are not known.
     """
 
@@ -52,8 +52,7 @@ class PairLoader:
     than `batch_size` samples are left. Bad samples are counted, and their batch lacks them.
 
     With several ranks, each takes a contiguous part of every batch's rows and fetches no others.
-    Batches and position are those of one rank, so a run can be resumed with another number of
-    ranks.
+    Batches and position are those of one rank, so a run can resume with another number of ranks.
 
     Args:
         dataset: the pairs; if it has `arrays` and the transform `batch`, those are used.
@@ -61,21 +60,18 @@ class PairLoader:
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
             each time that the sample comes in an epoch. It may have faster methods: `batch` (see
-            BatchTransform), `pixels` (see `transformed`), and `texts`, a list of first texts to
+            PairDataset), `pixels` (see `transformed`), and `texts`, a list of first texts to
             (b, ...), each row depending on its text alone, without randomness.
-        tokenizer: list of captions to (n, context) int64. Each process that fetches keeps the
-            tokens of distinct captions, up to 64 MiB.
-        seed: of the orders and the transform's randomness.
+        tokenizer: list of captions to (n, context) int64.
+        seed: of the orders and the transform's randomness, 0 <= seed < 2**32.
         workers: processes that fetch, while a thread of this one puts the next batch together; 0:
-            this process does. With `arrays` and `batch` any number above 0 stands for that thread,
-            and no process is started.
+            this process does. With `arrays` and `batch` any number above 0 stands for the thread.
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks that share each batch.
         timeout: seconds without a sample from the workers after which iterating is an error; 0:
-            no limit. It has no effect without worker processes.
+            no limit.
         late: None, or the number of rows of a batch's images that are accessed at a time. Images
-            are then `LateImages`, decoded on access by further processes, as many as `workers`,
-            which must be at least 1.
+            are then `LateImages`, decoded by further processes, as many as `workers`, at least 1.
         pinned: images that are put together from several chunks lie in pinned memory, for copies to
             a GPU; a batch must be dropped only when its copies are complete.
         negatives: hard negatives of each pair, drawn by epoch and index from those that it has. A
@@ -87,10 +83,8 @@ class PairLoader:
         skipped_first: reason to the key of the first such sample.
 
     Raises:
-        ValueError: a number is out of its range.
-        UsageError: the batch is larger than the data set or smaller than the number of ranks; from
-            iterating: a batch has no usable sample on this rank, or the workers give none within
-            `timeout`.
+        UsageError: the batch is larger than an epoch or smaller than the number of ranks; from
+            iterating: a batch has no usable sample on this rank, or the workers give none in time.
     """
 
     def __init__(
@@ -109,24 +103,13 @@ class PairLoader:
         pinned: bool = False,
         negatives: int = 0,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("negatives", negatives, 0),
-            ("workers", workers, 0),
-            ("seed", seed, 0),
-            ("rank", rank, 0),
-            ("world_size", world_size, rank + 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}: {value}; expected at least {least}")
         self.dataset = dataset
         self.batch_size = batch_size
         self._order = Order(parts_of(dataset), seed)
-        pairs = self._order.pairs
-        if not world_size <= batch_size <= pairs:
+        if not 0 <= rank < world_size <= batch_size <= self._order.pairs:
             raise UsageError(
-                f"the batch size {batch_size}; expected at least {world_size}, one pair for each "
-                f"rank, and at most {pairs}, the pairs of an epoch"
+                f"rank {rank}, world_size {world_size}, batch_size {batch_size}, "
+                f"{self._order.pairs} pairs: expected rank < world_size <= batch_size <= pairs"
             )
         self._rows = range(batch_size * rank // world_size, batch_size * (rank + 1) // world_size)
         self._memory = Memory(pinned=pinned)
@@ -156,7 +139,7 @@ class PairLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches in an epoch, one that has no usable sample included."""
+        """Batches in an epoch."""
         return self._order.pairs // self.batch_size
 
     def __iter__(self) -> Iterator[Batch]:
@@ -166,14 +149,22 @@ class PairLoader:
         with the batch after it.
         """
         for chunk in self._chunks():
-            self._advance(chunk)
+            for bad in chunk.bad:
+                self._count(*bad)
+            self._order.position += self.batch_size
+            if self._order.position + self.batch_size > self._order.pairs:
+                self._order.end_epoch()
             if not len(chunk):
                 first = "; ".join(f"{key}: {reason}" for _, reason, key in chunk.bad[:3])
                 raise UsageError(
                     f"no sample of a batch can be used, of {len(chunk.bad):,} on this rank: {first}"
                 )
-            yield self._batch(chunk)
-            del chunk  # its memory is that of the batch after the next
+            images: Any = chunk.images
+            if self._decoder is not None:
+                images = LateImages(images, self._decoder)
+            arrays: Any = (chunk.texts, chunk.indices, chunk.ids)
+            yield Batch(images, *map(torch.from_numpy, arrays))
+            del chunk, images, arrays  # their memory is that of the batch after the next
         if self._order.position:  # the rest fills no batch
             self._order.end_epoch()
 
@@ -224,7 +215,7 @@ class PairLoader:
         """Resume exactly where `state` was saved; batch size and workers may have changed.
 
         Raises:
-            UsageError: the state belongs to other data, another seed or another kind of order.
+            UsageError: the state belongs to other data, another seed or other factors.
         """
         was, now = state["order"], self._order.parameters()
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
@@ -244,13 +235,6 @@ class PairLoader:
             lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
         return lines
 
-    def _batch(self, chunk: Chunk) -> Batch:
-        images: Any = chunk.images
-        if self._decoder is not None:
-            images = LateImages(images, self._decoder)
-        arrays: Any = (chunk.texts, chunk.indices, chunk.ids)
-        return Batch(images, *map(torch.from_numpy, arrays))
-
     def count_damaged(self, batch: Batch) -> None:
         """Count the images of a batch that turned out to be damaged when decoded."""
         if isinstance(batch.images, LateImages):
@@ -262,11 +246,3 @@ class PairLoader:
             self._bad[index] = None
             self.skipped[reason] += 1
             self.skipped_first.setdefault(reason, key)
-
-    def _advance(self, chunk: Chunk) -> None:
-        """Count a batch's bad samples, and move to the batch after it."""
-        for bad in chunk.bad:
-            self._count(*bad)
-        self._order.position += self.batch_size
-        if self._order.pairs - self._order.position < self.batch_size:
-            self._order.end_epoch()

@@ -1,4 +1,4 @@
-"""The order in which samples are visited, and the position reached in it."""
+"""The order in which samples of one or several sources are visited, and the position in it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
-from megabatch.data.pairs import PairDataset
+from megabatch.data.pairs import Pair, PairDataset
+from megabatch.errors import UsageError, plural
+
+FACTORS = "--train-data-upsampling-factors"
 
 
 @dataclass(frozen=True)
@@ -44,10 +48,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Order:
-    """The order of a data set's samples in each epoch, the same for any number of ranks.
+    """The order of a data set's samples in each epoch; `epoch` and `position`: of the next one.
 
-    Each part has an order of its own, and the parts are interleaved at random. `epoch` and
-    `position` identify the next sample.
+    Each part has an order of its own, and the parts are interleaved at random.
     """
 
     parts: Sequence[Part]
@@ -120,3 +123,52 @@ def _random(*words: int) -> np.random.RandomState:
     # The legacy generator: numpy guarantees its stream, so a run can be continued under another
     # version; the newer ones carry no such guarantee.
     return np.random.RandomState(list(words))
+
+
+class MixedPairs(ConcatDataset[Pair]):
+    """The concatenation of sources, each drawn from in proportion to its factor.
+
+    A source of n samples with factor f gives round(f * n) of an epoch's pairs, at random positions.
+    The factor is how often each of its samples comes, like OpenCLIP's upsampling factors, but
+    exact: with factor 1 once per epoch, with 2 twice, with 1/2 in every other epoch. If all factors
+    are 1, the sources are shuffled as one.
+
+    Args:
+        sources: all of images with texts, or all of texts with texts.
+        names: of the sources, for messages.
+        factors: above 0, one per source; default: all 1.
+
+    Attributes:
+        first, parts, damage, notes: see `PairDataset`.
+        shares: a line for each source, its size and its draws; empty if all factors are 1.
+
+    Raises:
+        UsageError: an epoch would draw nothing from a source, or the sources are of different
+            kinds.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[PairDataset],
+        names: Sequence[str],
+        factors: Sequence[float] | None = None,
+    ) -> None:
+        super().__init__(sources)  # type: ignore[arg-type]
+        self.first, *others = (getattr(source, "first", "image") for source in sources)
+        for name, kind in zip(names[1:], others, strict=True):
+            if kind != self.first:
+                raise UsageError(f"{names[0]} has {self.first}s with texts, but {name} {kind}s")
+        self.damage = [line for source in sources for line in getattr(source, "damage", [])]
+        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
+        self.shares: list[str] = []
+        self.parts = [Part(len(self), len(self))]
+        if factors is None or all(factor == 1 for factor in factors):
+            return
+        self.parts = [
+            Part(len(s), round(len(s) * f)) for s, f in zip(sources, factors, strict=True)
+        ]
+        for name, part in zip(names, self.parts, strict=True):
+            share = f"{name}: {plural(part.size, 'pair')}, of which an epoch draws {part.drawn:,}"
+            if part.drawn == 0:
+                raise UsageError(f"{FACTORS}: {share}; expected 1 or more")
+            self.shares.append(share)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import simplejpeg
-import torch
 from PIL import Image
 
 from megabatch.errors import UsageError, plural
@@ -50,24 +47,24 @@ class EncodedImage:
 
     def decode(self) -> Image.Image:
         """Decode the image, grey ones of 16 bits scaled to 8; raises BadSample if that fails."""
-        with self._damage():
+        try:
             image = Image.open(io.BytesIO(self.data))
             image.load()
+        except Image.DecompressionBombError as error:
+            limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
+            reason = f"image of more than {limit:,} pixels, Pillow's limit"
+            raise BadSample(reason, self.key) from error
+        except Exception as error:  # on damaged files Pillow raises nearly every kind
+            raise BadSample("undecodable image", self.key) from error
         if image.mode.startswith("I;16"):  # which convert() would clip at 255: white
             return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return image
-
-    def check(self) -> None:
-        """Read the header with format, size and mode; BadSample for most files with no image."""
-        with self._damage():
-            Image.open(io.BytesIO(self.data)).close()
 
     def pixels(self) -> np.ndarray | None:
         """The pixels of a colour JPEG file, uint8 (height, width, 3); None for any other file.
 
         They are Pillow's: both libraries have libjpeg-turbo, and a file with a fault of any kind
-        is left to Pillow, which accepts some. Pillow takes a tenth longer, and its image is copied
-        twice to become an array.
+        is left to Pillow, which accepts some. Pillow takes longer, and its image is copied twice.
         """
         try:
             if simplejpeg.decode_jpeg_header(self.data)[2] != "YCbCr":
@@ -75,18 +72,6 @@ class EncodedImage:
             return simplejpeg.decode_jpeg(self.data, "RGB", strict=True)
         except ValueError:
             return None
-
-    @contextmanager
-    def _damage(self) -> Iterator[None]:
-        """On damaged files Pillow raises nearly every kind of exception: all mean the same."""
-        try:
-            yield
-        except Image.DecompressionBombError as error:
-            limit = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-            reason = f"image of more than {limit:,} pixels, Pillow's limit"
-            raise BadSample(reason, self.key) from error
-        except Exception as error:
-            raise BadSample("undecodable image", self.key) from error
 
 
 @dataclass(frozen=True)
@@ -126,6 +111,11 @@ class PairDataset(Protocol):
     read; `notes: list[str]`, other remarks that a user should see before it is used; `first`,
     "text" if its pairs are of two texts (the default is "image"); and `parts`, if an epoch is not
     each of its samples once (see `megabatch.data.order.Part`).
+
+    A source of small images of one size, none of them bad, may give many at once, which is many
+    times faster: `arrays(indices)`, uint8 (b, channels, height, width), `texts(indices)`, their
+    captions, and possibly `ids(indices)`, int64 (b,). The transform then needs `batch(images,
+    seeds)`, whose randomness must come from `seeds`, int64 (b,), one for each image.
     """
 
     def __len__(self) -> int:
@@ -134,40 +124,6 @@ class PairDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Pair:
         """Sample `index`; raises BadSample if it cannot be used, as may decoding its image."""
-        ...
-
-
-@runtime_checkable
-class ArrayDataset(PairDataset, Protocol):
-    """A source of images of one size that also returns many at once; none of its samples is bad.
-
-    It is used so with a transform that has `batch` (see BatchTransform), which is many times faster
-    for small images. It may also have `ids(indices)`, the pairs' ids, int64 (b,).
-    """
-
-    def arrays(self, indices: Sequence[int] | np.ndarray, /) -> np.ndarray:
-        """Return images, uint8 (b, channels, height, width)."""
-        ...
-
-    def texts(self, indices: Sequence[int] | np.ndarray, /) -> list[str]:
-        """Return their captions, the same each time."""
-        ...
-
-
-@runtime_checkable
-class BatchTransform(Protocol):
-    """A transform that also takes many images of one size at once."""
-
-    def __call__(self, image: Image.Image, /) -> torch.Tensor:
-        """Transform one image."""
-        ...
-
-    def batch(self, images: torch.Tensor, seeds: torch.Tensor, /) -> torch.Tensor:
-        """Transform images, uint8 (b, channels, height, width).
-
-        Randomness, if any, must come from `seeds`, int64 (b,), at least 0: one per sample, a
-        function of seed, epoch and index alone, so that no sample depends on its neighbours.
-        """
         ...
 
 

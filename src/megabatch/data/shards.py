@@ -8,7 +8,6 @@ import json
 import os
 import tarfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +30,15 @@ _OPEN_FILES = 64  # per process
 _VERSION = 5  # increase it when the same file would give another index
 
 
-@dataclass(frozen=True)
-class TarIndex:
-    """The samples of one file: adjacent members that share their name up to the first dot.
-
-    keys: (n,) bytes, these names; spans: int64 (n, 4, 2), the offset and size of each of KINDS,
-    ABSENT if there is none; damage: where the file breaks off and how much is lost, empty if it is
-    complete.
-    """
-
-    keys: np.ndarray
-    spans: np.ndarray
-    damage: str
-
-
-def tar_index(path: str) -> TarIndex:
+def tar_index(path: str) -> dict[str, np.ndarray]:
     """Return the index of a file, from the cache if the file has not changed since.
 
     Reading the headers takes about 0.5 s for 10,000 samples: too long at each start of a run with
-    hundreds of shards.
+    hundreds of shards. A sample is adjacent members that share their name up to the first dot.
+
+    Returns:
+        keys: (n,) bytes, these names; spans: int64 (n, 4, 2), the offset and size of each of KINDS,
+        ABSENT if there is none; damage: where the file breaks off, empty if it is complete.
 
     Raises:
         UsageError: the file cannot be read, or is compressed.
@@ -57,13 +46,12 @@ def tar_index(path: str) -> TarIndex:
     try:
         stat = os.stat(path)
         identity = (_VERSION, os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
-        arrays = cached_arrays("shards", identity, lambda: vars(_read_index(path, stat.st_size)))
+        return cached_arrays("shards", identity, lambda: _read_index(path, stat.st_size))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    return TarIndex(arrays["keys"], arrays["spans"], str(arrays["damage"]))
 
 
-def _read_index(path: str, size: int) -> TarIndex:
+def _read_index(path: str, size: int) -> dict[str, Any]:
     """Read the headers of a file; a damaged one is used up to the damage."""
     keys: list[bytes] = []
     spans: list[list[tuple[int, int]]] = []
@@ -92,7 +80,7 @@ def _read_index(path: str, size: int) -> TarIndex:
             used = f"used up to there ({plural(len(keys), 'sample')})"
             damage = f"{path}: {error}, at byte {offset:,} of {size:,}; {used}"
     found = np.array(spans, dtype=np.int64).reshape(-1, len(KINDS), 2)
-    return TarIndex(np.array(keys, dtype=np.bytes_), found, damage)
+    return {"keys": np.array(keys, dtype=np.bytes_), "spans": found, "damage": damage}
 
 
 def _add(member: tarfile.TarInfo, keys: list[bytes], spans: list[list[tuple[int, int]]]) -> None:
@@ -110,7 +98,7 @@ def _add(member: tarfile.TarInfo, keys: list[bytes], spans: list[list[tuple[int,
 
 
 class TarSamples:
-    """The samples of tar files, see `TarIndex`.
+    """The samples of tar files, see `tar_index`.
 
     The headers are read once, at construction; each member is then one read at a known offset. A
     damaged file is used up to the damage, which `damage` describes.
@@ -124,15 +112,15 @@ class TarSamples:
         indices = [tar_index(path) for path in self.paths]
         # These tell an open file from one that has replaced it since.
         self._mtimes = [os.stat(path).st_mtime_ns for path in self.paths]
-        self.damage = [i.damage for i in indices if i.damage]
-        counts = [len(i.keys) for i in indices]
+        self.damage = [line for index in indices if (line := str(index["damage"]))]
+        counts = [len(index["keys"]) for index in indices]
         if sum(counts) == 0:
             why = "; ".join(self.damage) or f"no member ends in {', '.join(_KINDS)}"
             raise UsageError(f"no samples in {', '.join(self.paths[:3])}: {why}")
         # Arrays, not lists: they are small and stay shared between forked workers.
         self._shard = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
-        self._spans = np.concatenate([i.spans for i in indices])
-        self._keys = np.concatenate([i.keys for i in indices])
+        self._spans = np.concatenate([index["spans"] for index in indices])
+        self._keys = np.concatenate([index["keys"] for index in indices])
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -157,10 +145,10 @@ class TarSamples:
             file = _open_file(self.paths[number], self._mtimes[number])
             # A positioned read: processes that share a descriptor also share its file position.
             data = os.pread(file.fileno(), size, offset)
-        except OSError as error:
+            if len(data) != size:
+                raise EOFError
+        except (OSError, EOFError) as error:
             raise BadSample("unreadable shard", key) from error
-        if len(data) != size:
-            raise BadSample("unreadable shard", key)
         return data
 
     def image(self, index: int) -> Image.Image:
@@ -176,8 +164,8 @@ def _open_file(path: str, mtime: int) -> io.FileIO:
 class ShardPairs(TarSamples):
     """Pairs in tar files as img2dataset and webdataset write them.
 
-    A sample's caption is its `txt`, or else "caption" in its `json`. A sample without an image or
-    caption keeps its index and raises BadSample. Everything else is as in `TarSamples`.
+    A sample's caption is its `txt`, or else "caption" in its `json`; without one, or an image, the
+    sample is a bad one.
     """
 
     def __getitem__(self, index: int) -> Pair:

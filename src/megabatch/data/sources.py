@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import glob
+import math
 import re
 from pathlib import Path
-from typing import Any
 
 from webdataset.shardlists import expand_urls
 
@@ -13,12 +13,14 @@ from megabatch.config.file import COMMAND, is_url
 from megabatch.data.cache import local_copies
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.grey import GreyPairs, is_grey_folder
-from megabatch.data.mixture import SEPARATOR, MixedPairs, parse_factors
+from megabatch.data.order import FACTORS, MixedPairs
 from megabatch.data.pairs import PairDataset, check_usable
 from megabatch.data.shards import ShardPairs
-from megabatch.errors import UsageError
+from megabatch.data.tables import Wanted, open_tables
+from megabatch.errors import UsageError, plural
 from megabatch.imports import named_extras
 
+SEPARATOR = "::"
 ALL_TABLES = (".csv", ".tsv", ".parquet", ".jsonl", ".jsonl.gz", ".arrow")
 
 
@@ -41,8 +43,7 @@ def open_pairs(
             or of .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow tables: one file, a pattern with
             braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder of grey
             images, see `GreyPairs`. Also a URL that fsspec opens (s3://, gs://, https://) with
-            braces or `*`, or `pipe:` and a command that prints a shard; such files are copied into
-            the cache folder first.
+            braces or `*`, or `pipe:` and a command that prints a shard, see `local_copies`.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
         query_column: column of first texts, instead of images; default, in tables without an image
@@ -62,19 +63,15 @@ def open_pairs(
             if a library is not installed.
     """
     specs = split_spec(spec)
-    factors = None  # parsed before anything that takes long
-    if upsampling_factors is not None:
-        factors = parse_factors(upsampling_factors, len(specs))
-    columns = {
-        "image": image_column,
-        "query": query_column,
-        "caption": caption_column,
-        "separator": separator,
-        "negatives": negatives,
-        "negative": negative_column,
-    }
-    sources = [_open_one(one, columns) for one in specs]
-    for name, source in zip(specs, sources, strict=True):
+    given = upsampling_factors
+    factors = None if given is None else parse_factors(given, len(specs))
+    wanted = Wanted(
+        *(image_column, query_column, caption_column, separator),
+        negatives=negatives,
+        negative=negative_column,
+    )
+    sources = [_open_one(one, wanted) for one in specs]
+    for source, name in zip(sources, specs, strict=True):
         check_usable(source, name)
     if len(sources) == 1 and factors is None:
         return sources[0]
@@ -93,17 +90,31 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-def _open_one(spec: str, columns: dict[str, Any]) -> PairDataset:
+def parse_factors(text: str, sources: int) -> list[float]:
+    """Parse factors in OpenCLIP's notation, "1::2".
+
+    Raises:
+        UsageError: they are not numbers above 0, one per source.
+    """
+    try:
+        factors = [float(part) for part in text.split(SEPARATOR)]
+    except ValueError:
+        factors = []
+    if len(factors) != sources or not all(0 < factor < math.inf for factor in factors):
+        raise UsageError(
+            f"{FACTORS}: {text!r}; expected {plural(sources, 'number')} above 0, one for each "
+            f"source, joined by {SEPARATOR!r}, as in '1::2'"
+        )
+    return factors
+
+
+def _open_one(spec: str, wanted: Wanted) -> PairDataset:
     is_array = spec == "glyphs" or is_grey_folder(spec)
     paths = [] if is_array else find_files(spec)
     if paths and paths[0].name.endswith(ALL_TABLES):
-        from megabatch.data.tables import Wanted, open_tables  # only tables need pyarrow
-
-        return open_tables(paths, Wanted(**columns))
-    if columns["negatives"]:
-        raise UsageError(
-            f"--hard-negatives: {spec} has none; expected tables, with columns of them"
-        )
+        return open_tables(paths, wanted)
+    if wanted.negatives:
+        raise UsageError(f"--hard-negatives: {spec} has none; expected tables with columns of them")
     if paths:
         return ShardPairs(paths)
     return load_glyphs().split("train") if spec == "glyphs" else GreyPairs(spec)
@@ -121,16 +132,14 @@ def find_files(spec: str) -> list[Path]:
         paths = local_copies(spec)
     else:
         paths = [path for pattern in expand_urls(spec) for path in _matches(pattern, spec)]
-    tables = [path for path in paths if path.name.endswith(ALL_TABLES)]
     # Compressed shards too: their reader has a message for them.
-    shards = [path for path in paths if ".tar" in path.suffixes[-2:] or path.suffix == ".tgz"]
-    if unknown := set(paths) - {*tables, *shards}:
+    is_shard = [".tar" in path.suffixes[-2:] or path.suffix == ".tgz" for path in paths]
+    is_table = [path.name.endswith(ALL_TABLES) for path in paths]
+    if not (all(is_shard) or all(is_table)):
         raise UsageError(
-            f"{min(unknown)} is neither a .tar shard nor a {', '.join(ALL_TABLES)} table (from "
-            f"{spec!r})"
+            f"{spec!r}: {', '.join(map(str, paths[:3]))}; expected .tar shards alone, or tables "
+            f"({', '.join(ALL_TABLES)}) alone"
         )
-    if shards and tables:
-        raise UsageError(f"{spec!r} mixes shards ({shards[0]}) and tables ({tables[0]})")
     return paths
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.data.images import ImageFiles
-from megabatch.data.mixture import MixedPairs
+from megabatch.data.order import MixedPairs
 from megabatch.data.pairs import BadSample, EncodedImage, Pair, PairDataset, clean_caption, is_blank
 from megabatch.data.table_files import TEXT_TABLES, column_names, read_columns
 from megabatch.errors import UsageError
@@ -49,29 +49,23 @@ class Wanted:
 class TablePairs:
     """Pairs in the rows of a table: of an image and a caption, or of two texts.
 
-    The image column holds paths: absolute, or relative to the table's folder or, if there is no
-    such file, to the working directory. In Parquet and Arrow it may also hold the image files'
-    bytes, plain or in Hugging Face's struct {bytes, path}. The columns are kept in memory, so image
-    bytes should fit there; Arrow files are memory-mapped instead, anew where pairs are unpickled.
-
-    Args:
-        path: a .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow file.
-        wanted: the columns.
-        files: of images that the table names; default: beside it.
+    The image column holds paths (see `ImageFiles.beside`) or, in Parquet and Arrow, the image
+    files' bytes, plain or in Hugging Face's struct {bytes, path}. The columns are kept in memory;
+    Arrow files are memory-mapped instead, anew where pairs are unpickled.
 
     Attributes:
-        first: the kind of a pair's first element, "image" or "text".
+        first, notes: see `PairDataset`.
         damage: a line for each kind of rows that cannot be read; these raise BadSample, as rows
-            without an image or a text do. notes: other remarks for the user.
+            without an image or a text do.
 
     Raises:
         UsageError: the file cannot be read; a column is missing, and the message names it and the
             existing ones.
     """
 
-    def __init__(self, path: Path, wanted: Wanted, files: ImageFiles | None = None) -> None:
+    def __init__(self, path: Path, wanted: Wanted) -> None:
         self.path = path
-        self.files = files or ImageFiles.beside(path)
+        self.files = ImageFiles.beside(path)
         self.notes: list[str] = []
         separator = _separator(path, wanted)
         self.first, self._first, self._caption, negatives = _choose(

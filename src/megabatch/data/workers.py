@@ -33,11 +33,8 @@ class WorkerLoader(Generic[S, T]):
     timeout is over, which may be ten minutes: the signal that would tell it at once reaches the
     main thread alone, and has no effect if somebody else has asked for the process's exit status.
 
-    Args:
-        make: what the processes do.
-        workers: processes, at least 1.
-        prefetch: items in flight per worker.
-        timeout: seconds without a result after which iterating raises a UsageError; 0: no limit.
+    workers: processes, at least 1; prefetch: items in flight for each; timeout: seconds without a
+    result after which iterating raises a UsageError, 0: no limit.
     """
 
     def __init__(
@@ -105,9 +102,8 @@ class _Same:
 def begin_worker(worker: int) -> None:
     """Prepare a worker process: its signals and its memory.
 
-    Freed memory returns to the system if glibc maps each large block by itself. By default it soon
-    takes blocks of up to 32 MiB from its heap, where smaller ones that live on keep it from
-    shrinking: workers that stack 32 images of 224² pixels grew to 1 GB each.
+    Freed memory returns to the system if glibc maps each large block by itself. By default blocks
+    of up to 32 MiB come from its heap, which did not shrink: workers grew to 1 GB each.
     """
     _leave_signals_to_the_parent()
     with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library

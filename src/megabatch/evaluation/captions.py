@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 from megabatch.data import open_pairs
 from megabatch.data.grey import is_grey_folder
 from megabatch.data.images import decode_image, decoded
-from megabatch.data.pairs import BadSample, PairDataset, clean_caption
+from megabatch.data.pairs import BadSample, PairDataset, check_usable, clean_caption, is_blank
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, Samples
@@ -85,7 +84,9 @@ def open_captioned(
     from megabatch.data.tables import Wanted, open_tables  # needs pyarrow
 
     wanted = Wanted(image_column, query_column, caption_column, separator, lists=True)
-    return JoinedRows(open_tables(find_files(spec), wanted))
+    rows = JoinedRows(open_tables(find_files(spec), wanted))
+    check_usable(rows, spec)
+    return rows
 
 
 def _is_table(source: str) -> bool:
@@ -115,20 +116,8 @@ class CaptionedPairs(Samples):
 
 def _cleaned(captions: list[Any], key: str) -> list[str]:
     """The captions, stripped, without the empty ones; BadSample if none is left or is not text."""
-    kept = [clean_caption(one, key) for one in captions if str(one or "").strip()]
+    kept = [clean_caption(one, key) for one in captions if not is_blank(one)]
     return kept or [clean_caption("", key)]
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """An image or first text: the first row that has it, and the captions of all its rows.
-
-    captions: empty for a row that cannot be used.
-    """
-
-    table: int
-    row: int
-    captions: list[str] = field(default_factory=list)
 
 
 class JoinedRows(Samples):
@@ -143,30 +132,30 @@ class JoinedRows(Samples):
         self.first = self.tables[0].first
         self.damage = [line for table in self.tables for line in table.damage]
         self.notes = [line for table in self.tables for line in table.notes]
-        samples: dict[Any, _Joined] = {}
+        samples: dict[Any, tuple[int, int, list[str]]] = {}  # the first table, its row, captions
         for number, table in enumerate(self.tables):
             for row in range(len(table)):
-                place = number, row
                 try:
                     same, captions = _read(table, row)
                 except BadSample:
                     same, captions = None, []
-                joined = samples.setdefault(place if same is None else same, _Joined(*place))
-                joined.captions.extend(captions)
+                place = number, row
+                *_, joined = samples.setdefault(place if same is None else same, (*place, []))
+                joined.extend(captions)
         self._samples = list(samples.values())
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
-        joined = self._samples[index]
-        table = self.tables[joined.table]
-        if not joined.captions:
-            _read(table, joined.row)  # raises BadSample
-        key, first = table.key(joined.row), table.first_of(joined.row)
+        number, row, captions = self._samples[index]
+        table = self.tables[number]
+        if not captions:
+            _read(table, row)  # raises BadSample
+        key, first = table.key(row), table.first_of(row)
         if self.first == "text":
-            return Sample(first.strip(), list(dict.fromkeys(joined.captions)), key)
-        return Sample(decode_image(table.files.read(first, key), key), joined.captions, key)
+            return Sample(first.strip(), list(dict.fromkeys(captions)), key)
+        return Sample(decode_image(table.files.read(first, key), key), captions, key)
 
 
 def _read(table: Any, row: int) -> tuple[Any, list[str]]:

@@ -32,7 +32,6 @@ from megabatch.evaluation.tasks import (
     Matched,
     RetrievalTask,
     glyph_tasks,
-    pairs_task,
 )
 from megabatch.evaluation.zeroshot import read_prompts
 from megabatch.hints import option
@@ -169,30 +168,26 @@ def check_ranks(config: EvalConfig, opened: Opened, tasks: Sequence[Task], group
     """
     if rank_and_size(group)[1] == 1:
         return
-    facts = {option(name): str(value) for name, value in vars(config).items()}
+    facts: dict[str, Any] = {option(name): str(value) for name, value in vars(config).items()}
     for name in ("device", "workers", "output"):
         del facts[option(name)]
-    facts |= {f"number of samples of {task.key}": str(len(task.samples)) for task in tasks}
-    checksum = 0
+    facts |= {f"number of samples of {task.key}": len(task.samples) for task in tasks}
+    name = "checksum of the weights"
     for tensor in opened.towers.module.state_dict().values():
         data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        checksum = zlib.crc32(data, checksum)
-    facts["checksum of the weights"] = str(checksum)
+        facts[name] = zlib.crc32(data, facts.get(name, 0))
     of_ranks = all_gather_values(facts, group)
     for name in facts:
-        values = [found[name] for found in of_ranks]
+        values = [str(found.get(name)) for found in of_ranks]
         if len(set(values)) > 1:
             raise UsageError(f"{name}: {', '.join(values)} by rank; expected the same on all")
 
 
 def _about(opened: Opened, device: str, precision: str) -> dict[str, Any]:
-    weights = opened.weights
-    if weights is not None and opened.folder is not None:
-        weights = weights.relative_to(opened.folder)
     return {
         "model": opened.towers.name,
         "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
-        "weights": "random" if weights is None else weights.as_posix(),
+        "weights": opened.weights.name if opened.weights else "random",
         "step": opened.step,
         "train_data": opened.config.get("train_data"),
         "device": device,
@@ -226,14 +221,14 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
         reading = reading_of({**opened.config, **given})
         with naming("--val-data"):
             samples = open_val_data(val_data, opened.towers.name, opened.towers.first, reading)
-        tasks.append(pairs_task(val_data, samples))
+        tasks.append(RetrievalTask("pairs", val_data, samples))
     if config.class_data is not None:
         with naming("--class-data"):
             test = open_labelled(config.class_data)
         with naming("--class-train-data"):
             train = config.class_train_data and open_labelled(config.class_train_data)
         prompts = read_prompts(config.class_names, config.templates, test)
-        tasks.append(ClassTask("classes", config.class_data, "", test, prompts, train or None))
+        tasks.append(ClassTask("classes", config.class_data, test, prompts, train or None))
     return tasks
 
 

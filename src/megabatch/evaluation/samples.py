@@ -19,8 +19,6 @@ from megabatch.errors import UsageError, one_line, printable
 # Files in CLIP benchmark's exports, next to the shards or in the folder above.
 CLASS_NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.txt"
 
-_SPLITS = {"train", "training", "val", "valid", "validation", "test"}
-
 
 @dataclass(frozen=True)
 class Sample:
@@ -99,11 +97,6 @@ class FolderLabels(Labelled):
             found = ImageFolder(folder)
         except OSError as error:
             raise UsageError(f"{folder}: {printable(one_line(error))}") from error
-        if _SPLITS.issuperset(found.classes):
-            raise UsageError(
-                f"{folder} holds {', '.join(found.classes)}, which look like splits and not "
-                f"like classes: give one of them, such as {folder / found.classes[0]}"
-            )
         self._images = found.samples
         self.classes = [printable(name) for name in found.classes]
         self.n_classes = len(found.classes)
@@ -133,13 +126,17 @@ class ShardLabels(Labelled):
     def __init__(self, paths: list[Path]) -> None:
         self._tar = TarSamples(paths)
         self.damage = self._tar.damage
-        if not any(self._tar.has(i, "cls") for i in range(len(self))):
+        labels = []
+        for index in range(len(self)):
+            with contextlib.suppress(BadSample):
+                labels.append(self._label(index))
+        if not labels:
             why = "; ".join(self.damage) or "no sample has a member .cls with a class index"
             raise UsageError(f"no labelled images in {', '.join(map(str, paths[:3]))}: {why}")
         names = _beside(paths[0].parent, CLASS_NAMES)
         self.classes = read_lines(names) if names else None
         self.templates = _beside(paths[0].parent, TEMPLATES)
-        self.n_classes = len(self.classes) if self.classes else self._count()
+        self.n_classes = len(self.classes) if self.classes else 1 + max(labels)
 
     def __len__(self) -> int:
         return len(self._tar)
@@ -155,14 +152,6 @@ class ShardLabels(Labelled):
         if not text.strip().isdigit():
             raise BadSample("class index is not a number", self._tar.key(index))
         return int(text)
-
-    def _count(self) -> int:
-        """The number of classes: one more than the highest index."""
-        labels = [0]
-        for index in range(len(self)):
-            with contextlib.suppress(BadSample):
-                labels.append(1 + self._label(index))
-        return max(labels)
 
 
 def _beside(folder: Path, name: str) -> Path | None:

@@ -39,25 +39,22 @@ class Group:
 def groups(evaluation: dict[str, Any]) -> list[Group]:
     """The figures of each contender by task and direction, first of retrieval."""
     found = []
+
+    def add(heading: str, task: dict[str, Any], columns: Mapping[str, str], way: str = "") -> None:
+        names = [way + name for name in columns.values()]
+        rows = {who: [task[who][name] for name in names] for who in CONTENDERS if who in task}
+        found.append(Group(heading, columns, rows))
+
     for task in evaluation["retrieval"].values():
         for way in WAYS:
             among = task["texts"] if way == WAYS[0] else task["images"]
             counts = f"{int(task['model'][f'{way}/queries']):,} among {among:,}"
-            heading = f"{task['title']}, {direction(task, way)}: {counts}"
-            found.append(_group(heading, task, RETRIEVAL, f"{way}/"))
+            add(f"{task['title']}, {direction(task, way)}: {counts}", task, RETRIEVAL, f"{way}/")
     for kind in ("zero_shot", "classification"):
         for task in evaluation[kind].values():
             counts = f"{task['images']:,} in {task['classes']:,} classes"
-            found.append(_group(f"{task['title']}, {KINDS[kind]}: {counts}", task, ACCURACY))
+            add(f"{task['title']}, {KINDS[kind]}: {counts}", task, ACCURACY)
     return found
-
-
-def _group(
-    heading: str, task: dict[str, Any], columns: Mapping[str, str], prefix: str = ""
-) -> Group:
-    contenders = [name for name in CONTENDERS if name in task]
-    keys = [prefix + name for name in columns.values()]
-    return Group(heading, columns, {name: [task[name][k] for k in keys] for name in contenders})
 
 
 def direction(task: dict[str, Any], way: str) -> str:
@@ -70,7 +67,7 @@ def cell(column: str, value: float) -> str:
     """A figure in words."""
     if column == "median rank":
         return f"{value:,.1f}".removesuffix(".0")
-    return f"{100 * value:.3f}%" if 0 < value < 0.001 else f"{100 * value:.2f}%"
+    return f"{100 * value:.2f}%"
 
 
 def left_out(task: dict[str, Any]) -> list[str]:

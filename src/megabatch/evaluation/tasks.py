@@ -55,11 +55,10 @@ class Matched:
     answers: Answers
 
 
-def _about(title: str, note: str, samples: Samples, images: Embedded) -> dict[str, Any]:
+def _about(title: str, samples: Samples, images: Embedded) -> dict[str, Any]:
     """The part of an entry that all kinds have."""
     return {
         "title": title,
-        "note": note,
         "first": samples.first,
         "images": len(images.indices),
         **images.left_out(),
@@ -79,7 +78,6 @@ class RetrievalTask:
 
     key: str
     title: str
-    note: str
     samples: Samples
     candidates: list[str] | None = None
 
@@ -90,7 +88,7 @@ class RetrievalTask:
         features = images.features, encoder.texts(texts)
         options: dict[str, Any] = {"ks": KS, "ways": WAYS}
         entry = {
-            **_about(self.title, self.note, self.samples, images),
+            **_about(self.title, self.samples, images),
             "texts": len(texts),
             "model": metrics_by_answers(*features, answers, group=encoder.group, **options),
             "chance": chance_by_answers(answers, **options),
@@ -123,29 +121,12 @@ class RetrievalTask:
         return texts, answers_by_ids(columns[first], torch.arange(len(texts), device=device))
 
 
-def pairs_task(title: str, samples: Samples) -> RetrievalTask:
-    """Match images with their captions, or first texts with second ones."""
-    note = (
-        f"The images of {title} among all their captions. Where images have several captions, each "
-        "of them is right for its own image; where each has one, all images of one caption are "
-        "right for it."
-    )
-    if samples.first == "text":
-        note = (
-            f"The first texts of the pairs in {title} among all second ones, and back, each text "
-            "once. All second texts that a first text is paired with are right for it."
-        )
-    return RetrievalTask("pairs", title, note, samples)
-
-
 def glyph_tasks(glyphs: GlyphSet) -> list[RetrievalTask]:
-    """Held-out faces among their own names, and held-out characters among all names."""
+    """Two faces that training never saw among their own names, held-out characters among all."""
     faces, characters = (CaptionedPairs(glyphs.split(s)) for s in ("faces", "characters"))
-    own = "Images of two faces that training never saw, among all names of these images."
-    all_names = "Images of characters whose names training never saw, among the names of all."
     return [
-        RetrievalTask("faces", "held-out faces", own, faces),
-        RetrievalTask("characters", "held-out characters", all_names, characters, glyphs.names),
+        RetrievalTask("faces", "held-out faces", faces),
+        RetrievalTask("characters", "held-out characters", characters, glyphs.names),
     ]
 
 
@@ -165,7 +146,6 @@ class ClassTask:
 
     key: str
     title: str
-    note: str
     samples: Labelled
     prompts: Prompts
     train: Labelled | None = None
@@ -179,7 +159,7 @@ class ClassTask:
         images = encoder.embed(self.samples, self.title)
         labels = torch.tensor(images.targets, device=encoder.device)
         classes = class_features(encoder.texts, self.prompts)
-        entry = self._entry(images, len(classes), f"{self.note} Templates: {self.prompts}.")
+        entry = {**self._entry(images, len(classes)), "prompts": str(self.prompts)}
         entry["model"] = accuracy(lambda x: x @ classes.T, images.features, labels, encoder.group)
         entries = {"zero_shot": entry}
         if self.train is not None:
@@ -194,19 +174,17 @@ class ClassTask:
         labels = train_labels(self.samples, train)[torch.tensor(images.targets)].to(device)
         data = known.features, torch.tensor(known.targets, device=device), n_classes
         probe, c = choose_and_fit(*data)
-        note = f"{len(known.targets):,} training images. Linear probe: C = {c:g}, the best of "
-        note += "thirteen for a fifth of them, then fitted to all."
-        entry = self._entry(images, n_classes, note)
+        entry = {**self._entry(images, n_classes), "probe_c": c, "train_images": len(known.targets)}
         entry["damage"] += train.damage
-        entry |= {"train_images": len(known.targets), **known.left_out("train_")}
+        entry |= known.left_out("train_")
         for name, scores in (("neighbours", neighbour_votes(*data)), ("probe", probe)):
             entry[name] = accuracy(scores, images.features, labels, encoder.group)
         return entry
 
-    def _entry(self, images: Embedded, n_classes: int, note: str) -> dict[str, Any]:
+    def _entry(self, images: Embedded, n_classes: int) -> dict[str, Any]:
         chances = [min(1.0, k / n_classes) for k in TOPS] + [1 / n_classes]
         return {
-            **_about(self.title, note.lstrip(), self.samples, images),
+            **_about(self.title, self.samples, images),
             "classes": n_classes,
             "chance": dict(zip(ACCURACY.values(), chances, strict=True)),
         }
@@ -240,22 +218,16 @@ def accuracy(
 
 
 def train_labels(test: Labelled, train: Labelled) -> Tensor:
-    """Match test classes with training classes, by name or else by number; int64 (test classes,).
+    """The training images' number of each test class, by its name or number; int64.
 
     Raises:
         UsageError: a class of the test images is missing from the training images.
     """
-    if test.classes is None or train.classes is None:
-        if train.n_classes < test.n_classes:
-            raise UsageError(
-                f"the test images have {test.n_classes} classes, the training images only "
-                f"{train.n_classes}"
-            )
-        return torch.arange(test.n_classes)
-    missing = [name for name in test.classes if name not in train.classes]
-    if missing:
+    known: list[Any] = train.classes or list(range(train.n_classes))
+    wanted: list[Any] = test.classes or list(range(test.n_classes))
+    if missing := [name for name in wanted if name not in known]:
         raise UsageError(
-            f"{len(missing)} of {len(test.classes)} classes of the test images are not among the "
-            f"training images', such as {missing[0]!r}"
+            f"--class-train-data: lacks {len(missing)} of the {len(wanted)} classes of "
+            f"--class-data, such as {missing[0]!r}"
         )
-    return torch.tensor([train.classes.index(name) for name in test.classes])
+    return torch.tensor([known.index(name) for name in wanted])

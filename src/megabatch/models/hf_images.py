@@ -10,7 +10,6 @@ import torch
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoImageProcessor
 
 from megabatch.errors import UsageError
 from megabatch.models.huggingface import READING, read_model, read_tokenizer, reading
@@ -122,6 +121,8 @@ def _transforms(folder: Path, size: int) -> list[Transform]:
         UsageError: the folder's image processor does anything that these do not: they resize to
             the model's size, and crop to the same one.
     """
+    from transformers import AutoImageProcessor
+
     with reading(folder):
         own = AutoImageProcessor.from_pretrained(folder, **READING)
         shape: Any = "shortest" if getattr(own, "do_center_crop", False) else "squash"

@@ -139,10 +139,6 @@ def read_tokenizer(
         tokenizer = _load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise UsageError(f"{label} has no padding token")
-    if len(tokenizer) > config.vocab_size:
-        raise UsageError(
-            f"{label} has {len(tokenizer)} tokens, but the encoder knows only {config.vocab_size}"
-        )
     if masked and tokenizer.pad_token_id in tokenizer("a")["input_ids"]:  # as of some decoders
         raise UsageError(
             f"{label} puts its padding token, {tokenizer.pad_token}, into each text, where it "

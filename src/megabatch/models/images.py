@@ -19,27 +19,29 @@ from torch.nn import functional as F
 Transform = Callable[[Any], Tensor]
 
 
-def with_bytes(tower: nn.Module, *transforms: Any) -> tuple[Transform, ...]:
-    """Move the normalisation from transforms into an image tower.
+def with_bytes(tower: nn.Module, train: Any, evaluation: Any) -> tuple[Transform, Transform]:
+    """Move the normalisation from two transforms into an image tower.
 
     The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, and
-    normalised ones too. Transforms that do not all end in `ToTensor` and the same `Normalize` stay
-    as they are, and so does the tower.
+    normalised ones too. Transforms that do not end in `ToTensor` and the same `Normalize` stay as
+    they are, and so does the tower.
     """
     from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
 
-    ends = [one.transforms[-2:] if isinstance(one, Compose) else [] for one in transforms]
+    both = train, evaluation
+    ends = [one.transforms[-2:] if isinstance(one, Compose) else [] for one in both]
     kinds = ToTensor, Normalize
     alike = all(len(end) == 2 and all(map(isinstance, end, kinds)) for end in ends)
     if not alike or len({str(end[-1]) for end in ends}) > 1:
-        return transforms
+        return both
     _, last = ends[0]
     tower.pixel_normalization = PixelNormalization(last.mean, last.std)
     # Another class rather than a module around it or a hook: names of weights stay, and frozen
     # towers are still recognised.
     own = type(tower)
     tower.__class__ = type(own.__name__, (_TakesBytes, own), {"__module__": own.__module__})
-    return tuple(Compose([*one.transforms[:-2], PILToTensor()]) for one in transforms)
+    train, evaluation = (Compose([*one.transforms[:-2], PILToTensor()]) for one in both)
+    return train, evaluation
 
 
 class PixelNormalization(nn.Module):

@@ -94,11 +94,6 @@ class Machine:
     name: str = ""
     speeds: Speeds | None = None
 
-    @property
-    def hosts(self) -> int:
-        """Number of hosts."""
-        return -(-self.count // self.per_host)
-
 
 def this_machine(device: torch.device, count: int) -> Machine:
     """The machine of this process, with `count` processes in total."""
@@ -114,7 +109,7 @@ def this_machine(device: torch.device, count: int) -> Machine:
     return Machine("cuda", count, limit, host, per_host, name, speeds_of(name))
 
 
-def other_machine(count: int, memory: int, name: str = "", per_host: int = GPUS) -> Machine:
+def other_machine(count: int, memory: int, name: str = "") -> Machine:
     """A machine with `count` GPUs of `memory` bytes each."""
     limit = int((memory - CONTEXT) * (1 - FRAGMENTATION))
-    return Machine("cuda", count, max(0, limit), None, per_host, name, speeds_of(name))
+    return Machine("cuda", count, max(0, limit), name=name, speeds=speeds_of(name))

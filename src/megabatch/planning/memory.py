@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.similarity import settings
-from megabatch.similarity.distributed.schedule import columns_for, most_sharing, round_rows
+from megabatch.similarity.distributed.schedule import round_rows
 from megabatch.similarity.triton.blocking import block_shape, padded
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,13 +81,13 @@ def loss_bytes(
     device: str,
     ranks: int,
     locked: frozenset[str] = frozenset(),
-    hosts: int = 1,
 ) -> int:
     """Peak memory of the loss in bytes, for `rows` pairs of this rank, besides the features (b, d).
 
     With hard negatives, besides theirs (b, k, d), too. It includes the features' gradients.
-    `locked`: towers whose features need none. `hosts`: on which the ranks are, as many on each.
-    For a loss of the user's own it is these gradients alone: the rest is unknown.
+    `locked`: towers whose features need none. For a loss of the user's own it is these gradients
+    alone: the rest is unknown. (Between hosts the library may form a grid of ranks, which is not
+    counted: it takes at most 2 GiB more, and less for small shards.)
     """
     item, k = dtype.itemsize, config.hard_negatives
     trained = (2 + k - len(locked)) * rows  # rows of features with a gradient
@@ -101,7 +101,7 @@ def loss_bytes(
 
     def sweep(dim: int) -> int:
         stored = (m if itself else trained) * dim * item
-        found = _sweep_bytes(config.loss, m, n, dim, item, device, ranks, hosts)
+        found = _sweep_bytes(config.loss, m, n, dim, item, device, ranks)
         found = stored + max(found, stored if siglip else 0)  # both passes' gradients
         return found + joined * dim * item + vectors
 
@@ -116,35 +116,20 @@ def loss_bytes(
     return peak
 
 
-def sharing_ranks(loss: str, ranks: int, hosts: int, rows: int, row: int) -> int:
-    """The ranks that compute the same rows, as the library chooses a grid; 1: there is none.
-
-    `rows`: of a rank's first features, of `row` bytes each. Each rank gathers the columns of
-    `ranks` divided by this many.
-    """
-    each, rest = divmod(ranks, hosts)
-    if loss in ITSELF or rest:
-        return 1
-    return max(1, columns_for(hosts, each, most_sharing(rows, row)))
-
-
-def _sweep_bytes(
-    loss: str, m: int, n: int, width: int, item: int, device: str, ranks: int, hosts: int
-) -> int:
+def _sweep_bytes(loss: str, m: int, n: int, width: int, item: int, device: str, ranks: int) -> int:
     """Temporary bytes of the gradients of `m` rows and `n` columns of this rank, in blocks."""
     itself, siglip = loss in ITSELF, loss == "siglip"
     limit = settings.current().workspace or settings.DEFAULT_WORKSPACE[device]
     row, sums = width * item, width * _WIDE
-    sharing = sharing_ranks(loss, ranks, hosts, m, row)
-    at_once = round_rows(n, ranks // sharing * row) if ranks > 1 else n
-    mine, gathered = sharing * m, ranks // sharing * at_once
+    at_once = round_rows(n, ranks * row) if ranks > 1 else n
+    gathered = ranks * at_once
     if device == "cpu":
         strip, cols, each = _CPU_BLOCK
         saved = 0 if siglip or ranks > 1 else _WIDE * m * n
         block = min(limit, each * min(strip, m) * min(cols, n) + saved)
     else:
-        strip, cols = block_shape(mine, gathered, width, item, itself, limit)
-        block = item * min(strip, mine) * min(cols, gathered)
+        strip, cols = block_shape(m, gathered, width, item, itself, limit)
+        block = item * min(strip, m) * min(cols, gathered)
         if (whole := padded(width, item)) != width:
             block += (m + (0 if itself else n)) * whole * item  # copies for the kernels
     if ranks == 1:  # sums of all columns, and of a strip of rows
@@ -152,8 +137,8 @@ def _sweep_bytes(
     # Of several rounds: features of this one, of the next, and of the previous one; gradients that
     # are computed, and those that are summed.
     features, sets = (1, 1) if at_once >= n else (3, 2)
-    temporary = block + gathered * (features * row + sets * sums) + mine * row * (sharing > 1)
+    temporary = block + gathered * (features * row + sets * sums)
     if not itself and not siglip:
         # x's gradient is written when these are freed, but for the last round's sums.
         temporary = max(gathered * sums, temporary - m * row)
-    return mine * sums + temporary
+    return m * sums + temporary

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
-from megabatch.errors import UsageError, are, plural
+from megabatch.errors import UsageError, plural
 from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.hints import is_reference
@@ -212,7 +212,8 @@ class Planner:
         kept = self._kept(config, rows, micro, parts)
         note = f"{micro.largest.kept / 2**20:,.0f} MiB for {plural(size, 'pair')}"
         if kept:
-            note += f"; {kept:,} of {micro.count:,} micro-batches {are(kept)} encoded once"
+            are = "is" if kept == 1 else "are"
+            note += f"; {kept:,} of {micro.count:,} micro-batches {are} encoded once"
         parts.append(Part("activations", micro.nbytes(kept), note))
         gradients = state_bytes(self.towers.module, config, machine.count).gradients
         width, compiled = self.towers.embed_dim, self._compiled
@@ -320,8 +321,7 @@ class Planner:
             dtype = AUTOCAST[config.precision]  # as GradientCache keeps them
         machine, width = self.machine, self.towers.embed_dim
         locked = locked_towers(self.towers.module)
-        where = machine.device, machine.count, locked, machine.hosts
-        loss = loss_bytes(config, rows, width, dtype, *where)
+        loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
         one, sides = rows * width * dtype.itemsize, 2 + config.hard_negatives
         on_host = machine.device == "cuda" and one >= LARGE
         waiting = 0 if on_host else (sides - len(locked)) * one
@@ -428,8 +428,8 @@ class Planner:
         if smaller := self._smaller():
             return f"--micro-batch-size {smaller.config.micro_batch_size} fits"
         if size := self.largest_batch(micro_batch_size=1):
-            smaller = f"--global-batch-size {size} does, with a small --micro-batch-size"
-            return f"no micro-batch size fits; {smaller}"
+            batch = f"--global-batch-size {size} does, with a small --micro-batch-size"
+            return f"no micro-batch size fits; {batch}"
         more = "" if self.config.grad_checkpointing else ", --grad-checkpointing"
         return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
 

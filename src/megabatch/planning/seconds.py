@@ -11,7 +11,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
 from megabatch.planning.machine import Machine, Speeds
-from megabatch.planning.memory import ITSELF, sharing_ranks
+from megabatch.planning.memory import ITSELF
 from megabatch.planning.micro_batches import MicroBatches
 from megabatch.planning.towers import Work
 from megabatch.similarity.distributed.schedule import round_rows
@@ -63,7 +63,7 @@ def step_seconds(
         for work in (one.encode, one.record, one.backward)
     )
     # Gradients are averaged while the last micro-batch's backward pass runs.
-    averaging = max(0.0, _averaging(machine, speeds, gradients) - backward)
+    averaging = max(0.0, _averaging(machine, gradients) - backward)
     return {
         "first pass": (count - once) * encode + once * record,
         "second pass": (count - once) * record,
@@ -101,38 +101,29 @@ def loss_seconds(
 def loss_transfers(config: TrainConfig, width: int, machine: Machine, loss: float) -> float:
     """Seconds of the loss's transfers while nothing is computed, without latencies.
 
-    Ranks form a grid as the library chooses it. A rank gathers the rows that it shares before it
-    computes, and columns round by round, in both passes if there are several; the gradients of all
-    of these are summed in float32. Transfers of a round are hidden by the computation of others.
-    A test compares this with times of a simulation of every transfer.
+    A rank gathers the columns of all others round by round, in both passes if there are several
+    rounds, and their gradients are summed in float32. Transfers of a round are hidden by the
+    computation of others. (Between hosts the library may form a grid of ranks, which moves less.)
     """
-    speeds = machine.speeds
-    if speeds is None or machine.count == 1:
+    if machine.count == 1:
         return 0.0
-    rows = -(-config.global_batch_size // machine.count) * (1 + (config.loss in ITSELF))
-    columns = rows * (1 + config.hard_negatives)
+    columns = -(-config.global_batch_size // machine.count) * (1 + config.hard_negatives)
+    columns *= 1 + (config.loss in ITSELF)
     features = 2 * (sum(config.matryoshka_dims) or width)
-    each = machine.count // machine.hosts
-    sharing = sharing_ranks(config.loss, machine.count, machine.hosts, rows, features)
-    others = machine.count // sharing  # ranks whose columns are gathered
-    at_once = round_rows(columns, others * features)
-    local = min(sharing, each)  # ranks of a host that share rows; columns are shared by the others
-
-    def seconds(rows: int, ranks: int, here: int, passes: int) -> float:
-        received = (ranks - 1) * rows * (passes * features + 2 * features)
-        outside = received * (ranks - here) / max(1, ranks - 1)
-        within = received / speeds.nvlink if here > 1 else 0.0
-        return max(within, outside / (here * speeds.network))
-
+    at_once = round_rows(columns, machine.count * features)
     passes = 1 if at_once >= columns else 2
-    shared = seconds(rows, sharing, local, passes)
-    gathered = seconds(columns, others, max(1, each // local), passes)
-    return shared + max(gathered * at_once / columns, gathered - loss)
+    received = (machine.count - 1) * columns * (passes * features + 2 * features)
+    seconds = received / _link(machine)
+    return max(seconds * at_once / columns, seconds - loss)
 
 
-def _averaging(machine: Machine, speeds: Speeds, nbytes: int) -> float:
+def _averaging(machine: Machine, nbytes: int) -> float:
     """Seconds of the all-reduce of gradients: a reduce-scatter and an all-gather."""
-    share = (machine.count - 1) / machine.count
-    each = machine.count // machine.hosts
-    rate = min(speeds.nvlink, each * speeds.network) if machine.hosts > 1 else speeds.nvlink
-    return 2 * share * nbytes / rate
+    return 2 * (machine.count - 1) / machine.count * nbytes / _link(machine)
+
+
+def _link(machine: Machine) -> float:
+    """Bytes per second that a GPU receives in a collective: a host's GPUs share what comes in."""
+    speeds = machine.speeds or Speeds()
+    several = machine.count > machine.per_host
+    return min(speeds.nvlink, machine.per_host * speeds.network) if several else speeds.nvlink

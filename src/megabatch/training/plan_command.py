@@ -10,7 +10,7 @@ from megabatch.config.file import Start, configure, parser
 from megabatch.config.problems import problems
 from megabatch.config.settings import TrainConfig, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
-from megabatch.hints import Interval, parse_bytes
+from megabatch.hints import SIZE, Form, Interval, parse_bytes
 from megabatch.planning.machine import DATASHEETS, other_machine, this_machine
 
 if TYPE_CHECKING:
@@ -37,15 +37,13 @@ class PlanOptions:
     """The machine, and texts."""
 
     gpus: Annotated[int, Interval(at_least=1)] = 1
-    """Number of GPUs, or of processes on the CPU."""
-    gpu_memory: str | None = None
+    """Number of GPUs (of another machine, with 8 to a host), or of processes on the CPU."""
+    gpu_memory: Annotated[str | None, Form(SIZE, "a size such as 80GiB")] = None
     """Memory per GPU of another machine, such as 80GiB. Default: that of --gpu-name, or this
     machine."""
     gpu_name: str = ""
     """Kind of the GPUs of another machine: H200, H100, A100 (80 GB), A800 or L40S; for another one
     give --gpu-memory."""
-    gpus_per_node: Annotated[int, Interval(at_least=1)] = 8
-    """GPUs of a host of another machine."""
     text_tokens: Annotated[int | None, Interval(at_least=1)] = None
     """Tokens of a micro-batch's longest text, where texts are trimmed (--trim-texts). Default: as
     the texts of --train-data in order of length, or all that the model takes."""
@@ -70,7 +68,7 @@ def main(argv: list[str]) -> int:
     if memory is None:
         machine = this_machine(resolve_device(config.device), options.gpus)
     else:
-        machine = other_machine(options.gpus, memory, options.gpu_name, options.gpus_per_node)
+        machine = other_machine(options.gpus, memory, options.gpu_name)
     files, lengths = _data(config, towers, options)
     plan = make_plan(config, towers, machine, file_bytes=files, lengths=lengths)
     print_plan(plan, plain_console())
@@ -80,10 +78,7 @@ def main(argv: list[str]) -> int:
 def _memory(options: PlanOptions) -> int | None:
     """Bytes of each GPU of another machine; None: the plan is for this one."""
     if options.gpu_memory is not None:
-        try:
-            return parse_bytes(options.gpu_memory)
-        except ValueError as error:
-            raise UsageError(f"--gpu-memory {options.gpu_memory}: {error}") from error
+        return parse_bytes(options.gpu_memory)
     if options.gpu_name and options.gpu_name not in DATASHEETS:  # "A100-SXM4-40GB" is another one
         raise UsageError(
             f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "

@@ -103,9 +103,9 @@ def _number(contender: str, n: int) -> int:
 @pytest.mark.concurrency
 def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     output = tmp_path / "s.json"
-    # 48 pairs on 1 and 2 processes, with overlap and without; without transfers; peers.
-    wanted = [("megabatch", 1), ("megabatch", 2), ("megabatch-no-overlap", 2)]
-    wanted += [("megabatch-no-transfers", 2), ("openclip", 2), ("memeff", 2), ("disco-clip", 2)]
+    # 48 pairs on 1 and 2 processes; without transfers; peers.
+    wanted = [("megabatch", 1), ("megabatch", 2), ("megabatch-no-transfers", 2)]
+    wanted += [("openclip", 2), ("disco-clip", 2)]
     only = [f"--only={_number(name, n)}" for name, n in wanted]
     run("scaling.py", "--smallest", "--gpus=1,2", *only, f"--output={output}")
     records = json.loads(output.read_text())["records"]
@@ -117,12 +117,10 @@ def test_a_run_is_measured_recorded_and_plotted(tmp_path: Path) -> None:
     assert ours["scale_gradient_error"] < 1e-2
     assert ours["host_ms"] > 0
     assert [len(r["device_ms"]) for r in (alone, ours)] == [2, 2]
-    assert by["clip", "megabatch-no-overlap", 2]["status"] == "ok"
     assert by["clip", "megabatch-no-transfers", 2]["ms"] > 0
     for peer in ("openclip", "disco-clip"):
         assert by["clip", peer, 2]["status"] == "ok"
         assert by["clip", peer, 2]["scale_gradient_error"] < 1e-2
-    assert by["clip", "memeff", 2]["status"] in ("not installed", "skipped")
     run("plots.py", str(output), "--width=16")
     assert (tmp_path / "s.png").exists()
 

@@ -25,7 +25,7 @@ def test_random_cases(world: World) -> None:
         from fuzzing.cases import draw
         from fuzzing.groups import FINE, attempt
     drawn = (draw(6, index, ("float64",), max(3, world.size)) for index in range(2000))
-    number = 90 // world.size
+    number = 60 // world.size
     cases = list(itertools.islice((c for c in drawn if c["ranks"] == world.size), number))
     assert len(cases) == number
     assert len({case["grid"] for case in cases}) > 2
