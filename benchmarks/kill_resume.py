@@ -159,7 +159,7 @@ def _kill(run: Run, moments: random.Random) -> tuple[int, bool]:
     victim.send_signal(signal.SIGKILL)
     for process in processes:
         process.wait(timeout=60)  # the others end on their own
-    return run.last_step(), any(run.folder.glob("checkpoints/.partial-*"))
+    return run.last_step(), any(run.folder.glob("checkpoints/.step-*.partial-*"))
 
 
 def _pictures(folder: Path) -> Path:

@@ -314,7 +314,7 @@ def by_trainer(
     encoder = towers.module.visual.encoder.state_dict()
     absent, _ = model[0].auto_model.load_state_dict(encoder, strict=False)
     assert all(name.startswith("pooler.") for name in absent)  # of another task
-    rows, kept = trainer.micro_batch.rows, trainer.kept.count
+    rows, kept = trainer.division.rows, trainer.division.kept
     return Trained(seconds, seconds, found, extra, rows, None, bool(config.torchcompile), kept)
 
 

@@ -198,7 +198,7 @@ def measured(
         first_loss=losses[0],
         parts=split(contender, step) if options.parts else None,
         tokens=text_lengths(contender, pairs),
-        news=tuple(contender.trainer.news) if isinstance(contender, Megabatch) else (),
+        news=tuple(contender.news) if isinstance(contender, Megabatch) else (),
     )
 
 

@@ -77,7 +77,9 @@ class Megabatch:
         torch.manual_seed(0)
         towers = create(model)
         self.towers = towers
-        self.trainer = Trainer(config, towers.module, world.device, 1000, world, towers.lengths)
+        self.news: list[str] = []
+        given = (config, towers.module, world.device, 1000, world, towers.lengths)
+        self.trainer = Trainer(*given, tell=self.news.append)
 
     def prepare(self, pairs: Pairs) -> Callable[[], float]:
         """A function that does a step on these pairs and returns its loss."""
@@ -93,7 +95,7 @@ class Megabatch:
     @property
     def kept(self) -> int:
         """Micro-batches of a step that are encoded once."""
-        return self.trainer.kept.count or 0
+        return self.trainer.division.kept
 
 
 class OpenClip:

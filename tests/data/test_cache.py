@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from megabatch.config.file import parse
 from megabatch.data import open_pairs
 from megabatch.data.cache import cached_arrays
 from megabatch.errors import UsageError
@@ -166,22 +165,6 @@ def test_a_copy_that_breaks_off_is_no_copy(
     with pytest.raises(UsageError, match=r"0\.tar: 10,240 of 1,000,000 bytes came"):
         open_pairs("memory://shards/0.tar")
     assert copies(cache) == []
-
-
-@pytest.mark.parametrize("name", ["train_data", "val_data"])
-def test_a_command_comes_from_the_command_line_alone(tmp_path: Path, name: str) -> None:
-    path, option = tmp_path / "own.toml", f"--{name.replace('_', '-')}"
-    command = f"a.tar::pipe:touch {tmp_path}/evil"
-    save_config(TrainConfig(model="glyph-small", **{name: command}), path)
-    assert "--config THIS_FILE --trust" in path.read_text()
-    told = rf"own\.toml: {name} = 'a\.tar::pipe:touch .*' would run code, for which only"
-    with pytest.raises(UsageError, match=told):
-        load_config(path)
-    with pytest.raises(UsageError, match=told):
-        parse(["--config", str(path)])
-    for trusted in (["--trust"], [option, command]):
-        assert getattr(parse(["--config", str(path), *trusted]), name) == command
-    assert not (tmp_path / "evil").exists()
 
 
 def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,10 +2,8 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,21 +19,10 @@ from megabatch.data.fetch import (
 from megabatch.data.glyphs import GlyphSet
 from megabatch.data.images import DeferredImage, decode_image
 from megabatch.data.late import decode
-from megabatch.data.pairs import BadSample, EncodedImage, Pair, caption_id
+from megabatch.data.pairs import BadSample, EncodedImage, Pair
 from megabatch.data.shards import ShardPairs
 
 from .samples import Numbers, jpeg, to_pixels, to_pixels_and_noise, to_tokens, write_tar
-
-
-def test_bad_samples_are_left_out_with_their_positions():
-    fetcher = Fetcher(Numbers(20, bad=[3, 4]), to_pixels, to_tokens, seed=0)
-    chunk = fetcher(Request(0, np.array([2, 3, 9, 4])))
-    assert chunk.indices.tolist() == [2, 9]
-    assert chunk.bad == [(3, "odd", "3"), (4, "even", "4")]
-    assert chunk.images is not None
-    assert chunk.images[:, 0, 0, 0].tolist() == [2, 9]
-    assert chunk.texts is not None
-    assert chunk.texts.tolist() == [[2, 1], [9, 1]]
 
 
 def test_images_are_stacked_in_their_own_order_in_memory() -> None:
@@ -197,42 +184,3 @@ def test_first_texts_are_made_together():
     assert chunk.images.tolist() == slow.images.tolist() == [[10, i % 2] for i in (0, 1, 2, 4, 5)]
     assert chunk.bad == [(3, "empty query", "3")]
     assert transform.seen == [f"question {i % 2}" for i in (0, 1, 2, 4, 5)]
-
-
-class Texts:
-    """A data set with captions alone."""
-
-    first = "image"
-
-    def __init__(self, captions: list[str]) -> None:
-        self.captions = captions
-
-    def __len__(self) -> int:
-        return len(self.captions)
-
-    def __getitem__(self, index: int) -> Any:
-        raise NotImplementedError
-
-    def arrays(self, indices: Any) -> np.ndarray:
-        return np.zeros((len(indices), 1, 2, 2), np.uint8)
-
-    def texts(self, indices: Any) -> list[str]:
-        return [self.captions[i] for i in indices]
-
-
-class Identified(Texts):
-    def ids(self, indices: Any) -> np.ndarray:
-        return np.asarray(indices) % 3
-
-
-@pytest.mark.parametrize("kind", [Texts, Identified])
-def test_many_at_once_have_the_texts_and_ids_of_the_data_set(kind: type[Texts]) -> None:
-    data = kind([str(i % 7) for i in range(20)])
-    fetch = Fetcher(data, Twice(), lambda texts: torch.tensor([[int(t), 2**40] for t in texts]), 0)
-    indices = np.random.default_rng(0).integers(20, size=9)
-    chunk = fetch(Request(0, indices))
-    assert chunk.texts is not None
-    assert chunk.texts.tolist() == [[i % 7, 2**40] for i in indices]
-    said = [data.captions[i] for i in indices]
-    expected = indices % 3 if kind is Identified else [*map(caption_id, said)]
-    assert np.array_equal(chunk.ids, expected)

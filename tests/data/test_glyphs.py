@@ -31,6 +31,7 @@ def test_counts_of_the_fonts_in_matplotlib(glyphs: GlyphSet):
 
 
 def test_arrays_agree(glyphs: GlyphSet):
+    assert len(open_pairs("glyphs")) == 36_098
     n = len(glyphs)
     assert glyphs.images.shape == (n, 32, 32)
     assert glyphs.images.dtype == np.uint8

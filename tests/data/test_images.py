@@ -18,11 +18,6 @@ from megabatch.errors import UsageError
 from ..programs import run
 from .samples import Numbers, jpeg, png
 
-
-def test_decode_image():
-    assert decode_image(png(7, (4, 3)), "k").size == (4, 3)
-
-
 UNDECODABLE = [b"", b"no image", png()[:40], png(0, (99, 99))[:60], b"\x89PNG\r\n\x1a\n"]
 
 
@@ -63,13 +58,7 @@ def test_a_large_image_below_that_limit_is_used_without_pillow_s_warning():
 
 @pytest.mark.parametrize(
     ("caption", "reason"),
-    [
-        ("", "empty"),
-        (" \n\t", "empty"),
-        (None, "empty"),
-        (7, "is not text"),
-        (["a"], "is not text"),
-    ],
+    [(" \n\t", "empty"), (None, "empty"), (7, "is not text"), (["a"], "is not text")],
 )
 def test_captions_that_cannot_be_used(caption: object, reason: str):
     with pytest.raises(BadSample, match=rf"{reason}.*: k"):
@@ -139,23 +128,6 @@ def test_damaged_jpeg_files_are_what_pillow_makes_of_them(
 )
 def test_other_files_are_left_to_pillow(data: bytes) -> None:
     assert EncodedImage(data, "k").pixels() is None
-
-
-def test_only_transforms_that_take_arrays_are_given_them() -> None:
-    file = EncodedImage(jpeg((9, 7)), "k")
-    seen: list[type] = []
-
-    def note(image: object) -> torch.Tensor:
-        seen.append(type(image))
-        return torch.zeros(1)
-
-    takes_arrays = AsBytes()
-    takes_arrays.pixels = note  # type: ignore[method-assign]
-    transformed(note, file)
-    transformed(takes_arrays, file.decode())
-    transformed(takes_arrays, file)
-    assert [issubclass(kind, Image.Image) for kind in seen] == [True, False]
-    assert seen[1] is np.ndarray
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from .samples import png, sample, write_tar
 def test_samples_of_several_shards(tmp_path: Path):
     a = write_tar(tmp_path / "a.tar", sample("0", 10, "zero") + sample("1", 11, "one"))
     b = write_tar(tmp_path / "b.tar", sample("0", 20, " caf\u00e9 \n"))
-    pairs = ShardPairs([a, b])
+    pairs = pickle.loads(pickle.dumps(ShardPairs([a, b])))
     assert len(pairs) == 3
     assert pairs.damage == []
     assert [pairs[i].caption for i in (2, 0, 1)] == ["caf\u00e9", "zero", "one"]
@@ -88,11 +88,6 @@ def test_many_more_shards_than_open_files(tmp_path: Path):
     for _ in range(2):
         assert [pairs[i].caption for i in range(80)] == [f"n {i}" for i in range(80)]
     assert len(os.listdir("/proc/self/fd")) <= before + 64
-
-
-def test_it_goes_to_other_processes(tmp_path: Path):
-    pairs = ShardPairs([write_tar(tmp_path / "a.tar", sample("0", 1, "one"))])
-    assert pairs[0].caption == pickle.loads(pickle.dumps(pairs))[0].caption
 
 
 THREE = [member for i in range(3) for member in sample(f"{i:03d}", i, f"caption {i}")]

@@ -56,39 +56,27 @@ def test_text_tables(folder: Path, name: str, delimiter: str, columns: tuple[str
     check(pickle.loads(pickle.dumps(pairs)))
 
 
-def test_named_columns_and_separator(folder: Path):
-    path = write_text(folder / "a.csv", ["title", "picture", "words"], rows(), ";")
-    check(open_tables([path], Wanted(image="picture", caption="words", separator=";")))
-
-
 NEGATIVES = [("far", "farther"), ("other",), ()]
 
 
 def write_negatives(folder: Path, kind: str) -> Path:
-    """A table of two texts and their negatives, in one column or in two."""
+    """A table of two texts and their negatives, in one column of lists or in two."""
     path = folder / f"a.{kind}"
-    columns = {"query": ["a", "b", "c"], "positive": ["x", "y", "z"]}
+    lists: list[Any] = [[*n, None, " "] for n in NEGATIVES]
+    lists[1] = "other" if kind == "jsonl" else lists[1]  # one text alone
+    columns = {"query": [*"abc"], "positive": [*"xyz"], "negatives": lists}
+    table = None if kind == "jsonl" else pa.table(columns)
     if kind == "jsonl":
-        rows = [
-            {"query": q, "positive": p, "negative": n[0] if len(n) == 1 else list(n)}
-            for q, p, n in zip(*columns.values(), NEGATIVES, strict=True)
-        ]
+        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     elif kind == "parquet":
-        table = pa.table({**columns, "negatives": [[*n, None, " "] for n in NEGATIVES]})
         pa.parquet.write_table(table, path)
     elif kind == "arrow":
-        table = pa.table({**columns, "negatives": [list(n) for n in NEGATIVES]})
         with pa.ipc.new_file(path, table.schema) as writer:
             writer.write_table(table)
     else:
-        padded = [[*n, "", ""][:2] for n in NEGATIVES]
-        rows = [list(row) for row in zip(*columns.values(), strict=True)]
-        write_text(
-            path,
-            ["query", "negative_1", "positive", "negative_2"],
-            [[q, n[0], p, n[1]] for (q, p), n in zip(rows, padded, strict=True)],
-            ",",
+        path.write_text(
+            "query,negative_1,positive,negative_2\na,far,x,farther\nb,other,y,\nc,,z,\n"
         )
     return path
 
@@ -125,14 +113,6 @@ def test_named_columns_of_negatives(tmp_path: Path):
         open_pairs(str(tmp_path / "b.parquet"), negatives=True)
 
 
-def test_an_image_may_have_negatives(folder: Path):
-    header = ["filepath", "title", "negative"]
-    rows = [[f"images/{i}.png", "right", f"wrong {i}"] for i in range(2)]
-    pairs = open_tables([write_text(folder / "a.csv", header, rows, ",")], Wanted(negatives=True))
-    assert pairs[1].negatives == ("wrong 1",)
-    assert decoded(pairs[1].image).getpixel((0, 0))[0] == 1
-
-
 @pytest.mark.parametrize("kind", ["path", "bytes", "struct", "struct with paths"])
 def test_parquet(folder: Path, kind: str):
     files = [f"images/{i}.png" for i in range(5)]
@@ -147,53 +127,31 @@ def test_parquet(folder: Path, kind: str):
     check(open_tables([path], Wanted()))
 
 
-def test_bad_samples_keep_their_place(folder: Path):
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
+def test_bad_samples_keep_their_place(folder: Path, name: str):
     (folder / "broken.png").write_bytes(b"no picture")
-    broken = [
-        ["images/0.png", ""],
-        ["images/9.png", "gone"],
-        ["broken.png", "broken"],
-        ["", "no path"],
-        ["images", "a folder"],
-        ["images/1.png", "good"],
-    ]
-    pairs = open_tables(
-        [write_text(folder / "a.csv", ["filepath", "title"], broken, ",")], Wanted()
-    )
-    reasons = []
-    for i in range(5):
-        with pytest.raises(BadSample) as caught:
-            decoded(pairs[i].image)
-        reasons.append(caught.value.reason)
-    missing = "missing image file"
-    assert reasons == [
-        "empty caption",
-        missing,
-        "undecodable image",
-        "no image",
-        "unreadable image file",
-    ]
+    rows = {
+        "empty caption": ("images/0.png", None),
+        "missing image file": ("images/9.png", "gone"),
+        "undecodable image": ("broken.png", "broken"),
+        "no image": (None, "no path"),
+        "unreadable image file": ("images", "a folder"),
+    }
+    columns = [*zip(*rows.values(), ("images/1.png", "good"), strict=True)]
+    if name == "a.parquet":
+        pa.parquet.write_table(pa.table([*map(list, columns)], ["image", "text"]), folder / name)
+    else:
+        write_text(folder / name, ["image", "text"], [*zip(*columns, strict=True)], ",")
+    pairs = open_tables([folder / name], Wanted())
+    for index, reason in enumerate(rows):
+        with pytest.raises(BadSample, match=reason):
+            decoded(pairs[index].image)
     assert pairs[5].caption == "good"
 
 
-def test_nulls_in_parquet(folder: Path):
-    table = pa.table({"image": ["images/0.png", None, "images/1.png"], "text": [None, "a", "b"]})
-    pa.parquet.write_table(table, folder / "a.parquet")
-    pairs = open_tables([folder / "a.parquet"], Wanted())
-    with pytest.raises(BadSample, match="empty caption"):
-        pairs[0]
-    with pytest.raises(BadSample, match="no image"):
-        pairs[1]
-    assert pairs[2].caption == "b"
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet"])
-def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
-    path = folder / name
-    if name == "a.csv":
-        path.write_text("url,alt\nhttp://x,a\n")
-    else:
-        pa.parquet.write_table(pa.table({"url": ["x"], "alt": ["y"]}), path)
+def test_missing_columns_are_named_with_those_there(folder: Path):
+    path = folder / "a.parquet"
+    pa.parquet.write_table(pa.table({"url": ["x"], "alt": ["y"]}), path)
     expected = r"no image column 'filepath' or .* are 'url', 'alt' \(--csv-img-key names it, or"
     with pytest.raises(UsageError, match=expected):
         open_tables([path], Wanted())
@@ -201,33 +159,28 @@ def test_missing_columns_are_named_with_those_there(folder: Path, name: str):
         open_tables([path], Wanted(image="url", caption="words"))
 
 
-QUERIES = ["what is a", " what is b ", "c?"]
-PASSAGES = ["it is a", "it is b", "c"]
-
-
-def write_texts(path: Path, query: str, passage: str) -> Path:
-    rows = [
-        {query: q, passage: p, "image": "x.png"} for q, p in zip(QUERIES, PASSAGES, strict=True)
-    ]
+@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl"])
+def test_pairs_of_texts(tmp_path: Path, name: str):
+    path = tmp_path / name
+    rows = [{"q": f" what is {i} ", "p": f"it is {i}", "image": "x.png"} for i in range(3)]
     if path.suffix == ".parquet":
         pa.parquet.write_table(pa.Table.from_pylist(rows), path)
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        write_text(path, [query, passage, "image"], [list(row.values()) for row in rows], ",")
-    return path
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.jsonl"])
-def test_pairs_of_texts(tmp_path: Path, name: str):
-    path = write_texts(tmp_path / name, "q", "p")
+        write_text(path, [*rows[0]], [list(row.values()) for row in rows], ",")
     pairs = open_tables([path], Wanted(query="q", caption="p"))
     assert pairs.first == "text"
     assert [(pair.image, pair.caption) for pair in pairs] == [
-        (query.strip(), passage) for query, passage in zip(QUERIES, PASSAGES, strict=True)
+        (f"what is {i}", f"it is {i}") for i in range(3)
     ]
     itself = open_tables([path], Wanted(query="q", caption="q"))  # SimCSE's pairs
-    assert (itself[0].image, itself[0].caption) == ("what is a", "what is a")
+    assert (itself[0].image, itself[0].caption) == ("what is 0", "what is 0")
+    there = r"; its columns are 'q', 'p', 'image'"
+    with pytest.raises(UsageError, match=rf"no query column 'Q'{there} \(--csv-query-key names it"):
+        open_tables([path], Wanted(query="Q"))
+    with pytest.raises(UsageError, match=r"no caption column 'positive' or 'answer' or .* 'title'"):
+        open_tables([path], Wanted(query="q"))
 
 
 @pytest.mark.parametrize(
@@ -262,17 +215,6 @@ def test_bad_texts(tmp_path: Path):
         with pytest.raises(BadSample, match=reason):
             pairs[index]
     assert pairs[3].caption == "a"
-
-
-def test_a_query_column_that_is_not_there(tmp_path: Path):
-    path = write_texts(tmp_path / "a.csv", "q", "p")
-    with pytest.raises(
-        UsageError, match=r"a\.csv has no query column 'Q'; its .* 'q', 'p', 'image'"
-    ):
-        open_tables([path], Wanted(query="Q"))
-    path = write_texts(tmp_path / "a.jsonl", "query", "p")
-    with pytest.raises(UsageError, match=r"no caption column 'positive' or 'answer' or .* 'title'"):
-        open_tables([path], Wanted(query="query"))
 
 
 @pytest.mark.parametrize(

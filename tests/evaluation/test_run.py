@@ -23,8 +23,17 @@ from tests.evaluation.page import Page
 from tests.models.tiny import TINY
 
 
-def test_glyphs_are_evaluated_and_reported(evaluated_glyphs: Path) -> None:
-    run = evaluated_glyphs
+def test_glyphs_are_evaluated_and_reported(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = [{"step": s, "samples": s * 64, "loss": 6 / s} for s in range(1, 13)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert main(["eval", str(run), "--batch-size", "256"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("model.safetensors):")
+    assert lines[1].startswith("  held-out faces: 348 images")
+    assert max(map(len, lines[3:])) <= 80 + len(str(run))
+    assert [line.split()[0] for line in lines if "%" in line] == ["model", "chance"] * 4
+    assert "…" not in "".join(lines)
+    assert lines[-1].endswith(f"report: {run / 'report.html'}")
     evaluation = json.loads((run / "evaluation.json").read_text())
     assert not list(run.glob("*.partial"))
 

@@ -50,7 +50,7 @@ SCRIPTS = {
         "--count 500 --steps 6", 1 / 500, **TRAINED, needs="sentence_transformers"
     ),
     "three_modalities/three_modalities.py": Small(
-        "--steps 5 --characters 100", 1 / 100, r"recall@1 ([\d.]+)"
+        "--steps 4 --characters 50", 1 / 50, r"recall@1 ([\d.]+)"
     ),
     "distillation/distill.py": Small("--steps 12", 10 / 300, r"distilled: recall@10 ([\d.]+)"),
 }
@@ -58,7 +58,7 @@ SCRIPTS = {
 RUNS = {
     "images_and_captions": (
         "--count 600",
-        "--global-batch-size 200 --micro-batch-size 100 --epochs 5 --warmup 2 --plan off",
+        "--global-batch-size 200 --micro-batch-size 100 --epochs 3 --warmup 2 --plan off",
     ),
     "retriever": (
         "--count 600",

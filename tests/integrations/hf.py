@@ -113,17 +113,11 @@ def arguments(folder: Path, **changes: Any) -> Any:
     return transformers.TrainingArguments(**{**options, **changes})
 
 
-class InOrder:
+class Plain(transformers.Trainer):  # type: ignore[name-defined, misc]
     """A Trainer that does not shuffle."""
-
-    train_dataset: Rows
 
     def _get_train_sampler(self, *_: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
-
-
-class Plain(InOrder, transformers.Trainer):  # type: ignore[name-defined, misc]
-    pass
 
 
 class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]

@@ -155,8 +155,6 @@ def test_refuses_missing_methods_and_manual_optimisation() -> None:
         module.training_step(samples(), 0)
     with pytest.raises(NotImplementedError, match="encoders: MegabatchMixin does not define them"):
         MegabatchMixin().cached_loss()
-    with pytest.raises(NotImplementedError, match="contrastive_loss: MegabatchMixin does not"):
-        MegabatchMixin().contrastive_loss()
 
 
 def reference(clip: float) -> Pairs:

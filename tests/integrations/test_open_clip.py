@@ -79,6 +79,7 @@ PAIR = {
 }
 if NEW:
     PAIR["clip ours sharded"] = ("ours", f"--batch-size 2 --accum-freq 2 {BOTH} --fsdp")
+RUNS = {"1": ALONE, "2": PAIR}
 
 
 class Recorder:
@@ -163,24 +164,6 @@ class DataInfo:
     dataloader: Any
 
 
-@dataclass
-class Run:
-    """A run's logged values by name, one per step, and its weights."""
-
-    values: dict[str, list[float]]
-    weights: dict[str, Tensor]
-    log: str
-
-    @classmethod
-    def read(cls, folder: Path) -> Run:
-        saved = torch.load(folder / "checkpoints/epoch_1.pt", weights_only=True)["state_dict"]
-        return cls(
-            json.loads((folder / "values.json").read_text()),
-            {name.removeprefix("module."): tensor for name, tensor in saved.items()},
-            (folder / "out.log").read_text(),
-        )
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of all runs: in `1` those of one process, in `2` those of two."""
@@ -200,53 +183,37 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-#: Tolerances of logged values and of weights.
-TOLERANCES = {
-    # In half precision OpenCLIP rounds the logits, and in bfloat16 the loss.
-    "amp": (1e-3, 1e-3),
-    "pure_bf16": (2e-2, 3e-2),
-}
+def results(run: Path) -> tuple[dict[str, list[float]], dict[str, Tensor]]:
+    """A run's logged values by name, one per step, and its weights."""
+    saved = torch.load(run / "checkpoints/epoch_1.pt", weights_only=True)["state_dict"]
+    weights = {name.removeprefix("module."): tensor for name, tensor in saved.items()}
+    return json.loads((run / "values.json").read_text()), weights
 
 
-def compare(found: Run, expected: Run, values: float = 1e-5, weights: float = 1e-5) -> None:
-    """Assert equal values at each step and equal weights, within these tolerances."""
-    assert found.values.keys() <= expected.values.keys()
-    for name, numbers in found.values.items():
-        if not name.endswith(("time", "per_second", "per_gpu")):
-            assert numbers == pytest.approx(expected.values[name], rel=values), name
-    for name, weight in found.weights.items():
-        wanted = expected.weights[name]
-        torch.testing.assert_close(weight, wanted, rtol=weights, atol=weights, msg=name)
-
-
-def moved(run: Run) -> bool:
-    """Whether the run took all steps and changed its weights, of which the scale is one."""
-    scales = run.values[SCALE]
-    return scales[0] != scales[-1] and len(run.values["train/loss"]) == STEPS
+#: Tolerances of logged values and of weights: OpenCLIP rounds the logits, in bfloat16 the loss too.
+TOLERANCES = {"amp": (1e-3, 1e-3), "pure_bf16": (2e-2, 3e-2)}
 
 
 @pytest.mark.concurrency
-@pytest.mark.parametrize("name", [name for name in ALONE if "ours" in name])
-def test_one_process(name: str, trained: Path) -> None:
+@pytest.mark.parametrize("name", [f"{i}/{n}" for i in RUNS for n in RUNS[i] if "ours" in n])
+def test_trains_as_openclip_does(name: str, trained: Path) -> None:
+    """On two processes also without --gather-with-grad, where its own gradients are too small."""
     kind = name.split()[0]
-    found, expected = Run.read(trained / "1" / name), Run.read(trained / "1" / kind)
-    assert moved(found)
-    compare(found, expected, *TOLERANCES.get(kind, ()))
-
-
-@pytest.mark.concurrency
-@pytest.mark.parametrize("name", [name for name in PAIR if "ours" in name])
-def test_two_processes(name: str, trained: Path) -> None:
-    """Without --gather-with-grad too, where OpenCLIP's own gradients are too small."""
-    found, expected = (Run.read(trained / "2" / n) for n in (name, name.split()[0]))
-    assert moved(found)
-    compare(found, expected)
+    (values, weights), (expected, wanted) = results(trained / name), results(trained / kind)
+    assert values[SCALE][0] != values[SCALE][-1]
+    assert len(values["train/loss"]) == STEPS
+    assert values.keys() <= expected.keys()
+    relative, tolerance = TOLERANCES.get(kind.partition("/")[2], (1e-5, 1e-5))
+    for key, numbers in values.items():
+        if not key.endswith(("time", "per_second", "per_gpu")):
+            assert numbers == pytest.approx(expected[key], rel=relative), key
+    torch.testing.assert_close(weights, wanted, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.concurrency
 def test_the_log_lists_differences(trained: Path) -> None:
     def lines(name: str) -> list[str]:
-        log = Run.read(trained / name).log.splitlines()
+        log = (trained / name / "out.log").read_text().splitlines()
         return [line.partition("megabatch ")[2] for line in log if "| megabatch " in line]
 
     assert lines("1/clip") == []

@@ -254,18 +254,13 @@ def test_refuses_settings_that_would_train_something_else(tmp_path: Path) -> Non
     if (config := getattr(accelerate, "ParallelismConfig", None)) is not None:  # since 1.10
         assert hasattr(trainer.accelerator, "parallelism_config")
         assert {"tp_size", "cp_size"} <= vars(config()).keys()
-
-    def accelerator(**settings: Any) -> Any:
-        plugin = types.SimpleNamespace(fsdp_version=settings.pop("version", 2))
-        state = types.SimpleNamespace(fsdp_plugin=plugin)
-        return types.SimpleNamespace(
-            state=state, parallelism_config=types.SimpleNamespace(**settings)
-        )
-
+    space = types.SimpleNamespace
+    fsdp1 = space(state=space(fsdp_plugin=space(fsdp_version=1)))
+    tensor_parallel = space(state=space(), parallelism_config=space(tp_size=2))
     for place, name, value, message in (
         (trainer, "is_deepspeed_enabled", True, "deepspeed: it reduces"),
-        (trainer, "accelerator", accelerator(version=1), "fsdp: version 1 reduces"),
-        (trainer, "accelerator", accelerator(tp_size=2), "parallelism_config: .* got tp"),
+        (trainer, "accelerator", fsdp1, "fsdp: version 1 reduces"),
+        (trainer, "accelerator", tensor_parallel, "parallelism_config: .* got tp"),
         (trainer.args, "_n_gpu", 2, "2 GPUs in one process"),
     ):
         patched = mock.patch.object(place, name, value)

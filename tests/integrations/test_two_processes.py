@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
-import importlib.util
 import multiprocessing
 import os
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,42 +21,20 @@ from tests.similarity.distributed.processes import World, join, new_store, torch
 SIZE = 2
 SECONDS = 240  # that all checks may take
 
-#: Functions of a module here, which run one after another, and the libraries that it needs.
-CHECKS = {
-    "test_sentence_transformers_training": (
-        ["on_two_trains_as_the_librarys_do", "on_two_shards_of_different_sizes"],
-        ["sentence_transformers", "datasets", "accelerate"],
-    ),
-    "test_transformers": (
-        [
-            "on_two_the_models_own_loss_under_ddp",
-            "on_two_a_loop_with_accelerate",
-            "on_two_the_trainers_fsdp2",
-        ],
-        ["transformers", "accelerate", "peft"],
-    ),
-    "test_lightly": (
-        ["on_two_trains_what_lightly_trains", "on_two_different_numbers_of_views"],
-        ["lightly"],
-    ),
-    "test_pytorch_metric_learning": (
-        ["on_two_the_distributed_wrapper"],
-        ["pytorch_metric_learning"],
-    ),
-    "test_lightning": (["on_two_under_ddp", "on_two_sharded"], ["lightning"]),
-}
+#: Modules whose functions `on_two_...` run one after another; FSDP2 and Lightning at the end.
+MODULES = [
+    "test_lightly",
+    "test_pytorch_metric_learning",
+    "test_sentence_transformers_training",
+    "test_transformers",
+    "test_lightning",
+]
 
 
 @pytest.mark.concurrency
 def test_on_two_processes(tmp_path: Path) -> None:
-    names = [
-        (f"{__package__}.{module}", name)
-        for module, (checks, libraries) in CHECKS.items()
-        if all(map(importlib.util.find_spec, libraries))
-        for name in checks
-    ]
     store = new_store()
-    process = forked(_import_and_fork, names, store.port, tmp_path)
+    process = forked(_import_and_fork, store.port, tmp_path)
     process.join(SECONDS + 60)
     process.kill()
     for rank in range(SIZE):
@@ -64,12 +43,15 @@ def test_on_two_processes(tmp_path: Path) -> None:
         assert not found.read_text(), f"rank {rank}: {found.read_text()}"
 
 
-def _import_and_fork(names: list[tuple[str, str]], port: int, folder: Path) -> None:
-    for module, _ in names:
-        importlib.import_module(module)
+def _import_and_fork(port: int, folder: Path) -> None:
+    checks: list[Callable[[World], None]] = []
+    for name in MODULES:
+        with contextlib.suppress(pytest.skip.Exception):  # without the library
+            module = vars(importlib.import_module(f"{__package__}.{name}"))
+            checks += [module[name] for name in module if name.startswith("on_two_")]
     context: Any = multiprocessing.get_context("fork")
     started = [
-        context.Process(target=_run, args=(rank, names, port, folder)) for rank in range(SIZE)
+        context.Process(target=_run, args=(rank, checks, port, folder)) for rank in range(SIZE)
     ]
     for process in started:
         process.start()
@@ -77,14 +59,14 @@ def _import_and_fork(names: list[tuple[str, str]], port: int, folder: Path) -> N
         process.join()
 
 
-def _run(rank: int, names: list[tuple[str, str]], port: int, folder: Path) -> None:
+def _run(rank: int, checks: list[Callable[[World], None]], port: int, folder: Path) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     os.environ |= torchrun_environment(rank, SIZE, port)
     failure = ""
     try:
         join(rank, SIZE, port)
-        for module, name in names:
-            getattr(importlib.import_module(module), name)(World(rank, SIZE, folder))
+        for check in checks:
+            check(World(rank, SIZE, folder))
     except BaseException:  # also pytest's outcomes
         failure = traceback.format_exc()
     (folder / f"rank-{rank}").write_text(failure)

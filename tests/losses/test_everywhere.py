@@ -186,21 +186,6 @@ def test_no_tensor_grows_with_the_batch_squared(loss: Any, small_blocks: None) -
     assert largest.elements <= 4 * b * D <= b * b / 8
 
 
-@pytest.mark.parametrize("frozen", [(0, 2), (1, 2), (0, 1)])
-@every_and_masked
-def test_frozen_features_and_scale(loss: Any, frozen: tuple[int, ...]) -> None:
-    """A frozen input gets no gradient; that of the others does not change."""
-    full = copies(features(), torch.float64)
-    loss(*full).backward()
-    some = [t.detach().clone().requires_grad_(k not in frozen) for k, t in enumerate(full)]
-    loss(*some).backward()
-    for k, (ours, truth) in enumerate(zip(some, full, strict=True)):
-        if k in frozen:
-            assert ours.grad is None
-        else:
-            torch.testing.assert_close(ours.grad, truth.grad, rtol=1e-10, atol=1e-12)
-
-
 # --- NaN ------------------------------------------------------------------------------------------
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import eager
 from tests.similarity import dense
 from tests.similarity.features import MAKERS
 from tests.similarity.triton import DEVICE
@@ -50,25 +47,6 @@ def assert_topk(x: Tensor, y: Tensor, k: int, ids: Ids) -> None:
     for row in indices.tolist():
         present = [i for i in row if i >= 0]
         assert len(set(present)) == len(present)
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    m=st.integers(1, 60),
-    n=st.integers(1, 60),
-    share=st.floats(0, 1),
-    block=st.tuples(st.integers(1, 30), st.integers(1, 30)),
-    with_ids=st.booleans(),
-)
-def test_any_shape_and_block(
-    m: int, n: int, share: float, block: tuple[int, int], with_ids: bool
-) -> None:
-    x, y = whole_numbers(m, n, 5, torch.float64)
-    ids = some_ids(m, n) if with_ids else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "block_shape", lambda like, *_: block)
-        assert_ranks(x, y, torch.randint(0, n, (m,), device=DEVICE), ids)
-        assert_topk(x, y, 1 + int(share * (n - 1)), ids)
 
 
 @pytest.mark.parametrize("with_ids", [False, True])

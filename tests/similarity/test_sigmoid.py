@@ -5,8 +5,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
@@ -90,28 +88,6 @@ def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
         gradients.append([f.grad.double() for f in features])
     for mine, exact in zip(*gradients, strict=True):
         assert (mine - exact).norm() < 1e-3 * exact.norm()
-
-
-@settings(deadline=None, max_examples=30)
-@given(
-    m=st.integers(1, 60),
-    n=st.integers(1, 60),
-    d=st.integers(1, 9),
-    scale=st.floats(-2, 100),
-    bias=st.floats(-20, 20),
-    classes=st.integers(0, 12),
-    weighted=st.booleans(),
-    block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-)
-def test_any_shape_and_ids(
-    m: int, n: int, d: int, scale: float, bias: float, classes: int, weighted: bool, block: Any
-) -> None:
-    torch.manual_seed(m * 61 + n)
-    ids = torch.randint(-2, classes + 1, (m,)), torch.randint(-2, classes + 2, (n,))
-    weight = torch.rand(m, dtype=torch.float64) if weighted else None
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "block_shape", lambda like, *_: block)
-        check((*MAKERS["random"](m, n, d), scale, bias), ids, weight)
 
 
 def test_no_gradients_are_stored_if_none_is_needed() -> None:

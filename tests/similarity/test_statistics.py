@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from megabatch import similarity
@@ -125,26 +122,6 @@ def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPa
         gradients.append(features.grad.double())
     error = (gradients[0] - gradients[1]).norm(dim=1) / gradients[1].norm(dim=1)
     assert error.max() < 1e-3
-
-
-@settings(deadline=None, max_examples=40)
-@given(
-    m=st.integers(1, 70),
-    n=st.integers(1, 70),
-    d=st.integers(1, 9),
-    log_scale=st.floats(-4.6, 5.3),
-    maker=st.sampled_from(sorted(MAKERS)),
-    block=st.tuples(st.integers(1, 40), st.integers(1, 40)),
-    classes=st.integers(0, 12),
-)
-def test_any_shape_scale_and_block(
-    m: int, n: int, d: int, log_scale: float, maker: str, block: tuple[int, int], classes: int
-) -> None:
-    torch.manual_seed(m * 71 + n)
-    x, y = MAKERS[maker](m, n, d)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(eager, "block_shape", lambda like, *_: block)
-        compare_split([x, y, math.exp(log_scale)], {"ids": some_ids(m, n, classes)})
 
 
 @pytest.mark.parametrize("symmetric", [False, True])

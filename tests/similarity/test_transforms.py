@@ -183,21 +183,6 @@ def test_over_several_processes(world: World) -> None:
 # --- without data ---------------------------------------------------------------------------------
 
 
-@functions
-def test_features_on_meta(function: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = inputs()
-    monkeypatch.setattr("tests.similarity.test_transforms.IDS", IDS)
-    truth = function(*arguments)
-    leaves = [a.to("meta").requires_grad_() for a in arguments]
-    monkeypatch.setattr("tests.similarity.test_transforms.IDS", IDS.to("meta"))
-    out = function(*leaves)
-    assert (out.device.type, out.shape, out.dtype) == ("meta", truth.shape, truth.dtype)
-    out.sum().backward()
-    for leaf, a in zip(leaves, arguments, strict=True):
-        assert leaf.grad is not None
-        assert (leaf.grad.device.type, leaf.grad.shape) == ("meta", a.shape)
-
-
 def test_large_features_on_meta_take_no_time() -> None:
     x, y = (torch.empty(10_000_000, 512, device="meta", requires_grad=True) for _ in range(2))
     rows, _ = similarity.logsumexp(x, y, 10.0)

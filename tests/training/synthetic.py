@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,14 +48,17 @@ def batch_of(seed: int, size: int = CONFIG.global_batch_size) -> Batch:
     return Batch(images, words[torch.from_numpy(classes)], torch.arange(size))
 
 
-def trainer_of(device: str, **changes: Any) -> Trainer:
+def trainer_of(
+    device: str, tell: Callable[[str], None] = lambda line: None, **changes: Any
+) -> Trainer:
     """A trainer of glyph-small, the same weights each time."""
     config = replace(CONFIG, device=device, **changes)
     torch.manual_seed(config.seed)
     module = create(config.model).module
     if config.lock_image:
         lock(module, "image")
-    return Trainer(config, module, torch.device(device), config.steps or LOSSES)
+    given = config, module, torch.device(device), config.steps or LOSSES
+    return Trainer(*given, tell=tell)
 
 
 def losses_of(trainer: Trainer, steps: range = range(LOSSES)) -> list[float]:

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import resource
 import shutil
 from pathlib import Path
 
@@ -26,9 +25,9 @@ def newest_step(folder: Path) -> int | None:
     found = load_newest(folder)
     if found is None:
         return None
-    step: int = found[0].state["step"]
-    assert found[0].model["w"][0] == step
-    assert found[0].optimizer["w/exp_avg"][0] == 2 * step
+    step: int = found.state["step"]
+    assert found.model["w"][0] == step
+    assert found.optimizer["w/exp_avg"][0] == 2 * step
     return step
 
 
@@ -39,10 +38,8 @@ def names(folder: Path) -> list[str]:
 def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
     assert load_newest(tmp_path / "none") is None
     place = save(tmp_path, made(7), keep=2)
-    found = load_newest(tmp_path)
-    assert found is not None
-    read, passed_over = found
-    assert passed_over == []
+    read = load_newest(tmp_path)
+    assert read is not None
     assert torch.equal(read.model["w"], torch.full((8,), 7.0))
     assert torch.equal(read.optimizer["w/exp_avg"], torch.full((8,), 14.0))
     assert read.state["seconds"] == 1.5
@@ -128,17 +125,16 @@ def test_a_process_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint(
         save(folder, made(1), keep=2)
         die_at(call, folder, before)
         reached.append(newest_step(folder))
-        checkpoint.remove_partial(folder)
         assert all(name.startswith("step-") for name in names(folder))
-        save(folder, made(2), keep=2)  # and it can be saved again
-        assert newest_step(folder) == 2
+        save(folder, made(3), keep=2)
+        assert newest_step(folder) == 3
     assert set(reached) == {1, 2}
     assert reached == sorted(reached)  # there is one moment from which on the new one counts
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["absent", "empty", "cut", "flipped"])
-def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
+def test_a_damaged_newest_checkpoint_is_told_with_the_one_before(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     save(tmp_path, made(1), keep=3)
@@ -152,21 +148,11 @@ def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(
     else:
         content[-3] ^= 255
         path.write_bytes({"empty": b"", "cut": content[:-9], "flipped": bytes(content)}[damage])
-    found = load_newest(tmp_path)
-    assert found is not None
-    read, passed_over = found
-    assert read.state["step"] == 1
-    assert len(passed_over) == 1
-    assert passed_over[0].startswith(f"{place} is damaged: ")
-    save(tmp_path, made(2), keep=3)  # takes the damaged one's place
-    assert newest_step(tmp_path) == 2
-
-
-def test_where_every_checkpoint_is_damaged_it_does_not_begin_anew(tmp_path: Path) -> None:
-    for step in (1, 2):
-        (save(tmp_path, made(step), keep=2) / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"no checkpoint.*step-00000002.*step-00000001"):
+    told = f"{place} is damaged: .*; delete it, and --resume continues from step-00000001"
+    with pytest.raises(CheckpointError, match=told):
         load_newest(tmp_path)
+    shutil.rmtree(place)
+    assert newest_step(tmp_path) == 1
 
 
 def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> None:
@@ -182,7 +168,7 @@ def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> Non
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
             CheckpointError,
-            r"step 2 could not be written: No space left on device.*step-00000001 is intact",
+            r"step 2 could not be written: .*: No space left on device; earlier ones are intact",
         ),
         (KeyboardInterrupt("second Ctrl-C"), KeyboardInterrupt, "second Ctrl-C"),
     ],
@@ -202,19 +188,6 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_rubbish(
         patch.setattr(checkpoint.os, "fsync", fail)
         with pytest.raises(expected, match=message):
             save(tmp_path, made(2), keep=2)
-    assert names(tmp_path) == ["step-00000001"]
-    assert newest_step(tmp_path) == 1
-
-
-def test_a_file_that_the_system_cuts_short_is_the_same(tmp_path: Path) -> None:
-    save(tmp_path, made(1), keep=2)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))  # a real failing write
-    try:
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written: .*is intact"):
-            save(tmp_path, made(2, size=1_000_000), keep=2)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert names(tmp_path) == ["step-00000001"]
     assert newest_step(tmp_path) == 1
 

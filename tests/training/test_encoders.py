@@ -17,7 +17,7 @@ from megabatch.models import ModelOptions, create
 from megabatch.models.blocks import compile_blocks
 from megabatch.models.towers import Tower, lock, locked_towers, set_modes
 from megabatch.training import TrainConfig
-from megabatch.training.encoders import CachedStep, ids_of
+from megabatch.training.encoders import CachedStep
 from tests.models.tiny import TINY
 
 CPU = torch.device("cpu")
@@ -222,19 +222,3 @@ def test_two_locked_towers_are_refused() -> None:
     assert locked_towers(module) == {"image", "text"}
     with pytest.raises(ValueError, match="at most one tower"):
         CachedStep(module, create_objective(TrainConfig()), 2, device=CPU)
-
-
-def test_ids_are_the_batchs_own_or_tell_texts_apart_by_their_tokens() -> None:
-    texts = torch.tensor([[1, 2, 0], [1, 2, 0], [2, 1, 0], [1, 2, 3]])
-    batch = Batch(torch.zeros(4, 1), texts, torch.arange(4))
-    ids = ids_of(batch)
-    assert ids.dtype == torch.int64
-    assert ids[0] == ids[1]
-    assert len(set(ids.tolist())) == 3
-    assert ((ids >= 0) & (ids < 2**62)).all()
-    # On another rank, in another process and layout: the same.
-    again = Batch(torch.zeros(2, 1), texts.t().contiguous().t()[2:], torch.arange(2))
-    assert torch.equal(ids_of(again), ids[2:])
-    assert ids[3].item() == 3260279177869700765  # not salted
-    batch.ids = torch.tensor([4, 4, 5, 5])
-    assert torch.equal(ids_of(batch), batch.ids)

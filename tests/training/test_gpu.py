@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from megabatch import GradientCache, InfoNCELoss
-from megabatch.models import create
-from megabatch.models.blocks import checkpoint_activations
-from megabatch.planning.towers import measure, sample_of
 from megabatch.similarity import set_workspace
 from megabatch.training.trainer import Trainer
 from tests.training.synthetic import CONFIG, LOSSES, batch_of, losses_of, trainer_of, write_shard
@@ -88,18 +85,6 @@ def test_activations_computed_again_change_nothing(
     assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
 
 
-def test_what_checkpointing_saves_by_counting() -> None:
-    def peaks(name: str) -> list[int]:
-        kept, again = create(name), create(name)
-        checkpoint_activations(again.module)
-        return [measure(t.module, sample_of(t), 1024, "cuda", "fp32").peak for t in (kept, again)]
-
-    blocks, towers = peaks(ICONS), peaks("glyph-small")
-    assert blocks[1] < 0.3 * blocks[0]  # 6.3 and 1.7 GiB: of 6 blocks one at a time is whole
-    # 195 and 190 MiB: what is computed again is a whole tower, and its graph is all there is.
-    assert 0.9 * towers[0] < towers[1] < towers[0]
-
-
 def test_checkpointed_activations_take_less_memory() -> None:
     # Beside the 6.3 and 1.7 GiB that are counted above: 84 MiB of gradients, and the loss.
     before = set_workspace(16 << 20)
@@ -162,20 +147,19 @@ def test_inputs_stay_on_the_host_but_for_two_micro_batches() -> None:
     assert torch.cuda.max_memory_allocated() - standing < 128 << 20
 
 
-def test_a_frozen_tower_runs_once_and_stays() -> None:
-    trainer = trainer_of("cuda", lock_image=True)
-    before = _copies(trainer)
-    calls: list[int] = []
-    trainer.module.visual.register_forward_pre_hook(lambda *_: calls.append(1))
-    losses = losses_of(trainer)
-    micro_batches = CONFIG.global_batch_size // CONFIG.micro_batch_size
-    assert len(calls) == LOSSES * micro_batches
-    after = trainer.weights()
-    for name, value in before.items():
-        assert torch.equal(after[name], value) == name.startswith("visual."), name
-    assert losses[-1] < losses[0]
-    whole = losses_of(trainer_of("cuda", lock_image=True, micro_batch_size=64))
-    assert whole == pytest.approx(losses, rel=1e-4)
+def test_the_size_of_micro_batches_is_found_and_kept(reference: list[float]) -> None:
+    told: list[str] = []
+    trainer = trainer_of("cuda", tell=told.append, micro_batch_size="auto")
+    assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
+    assert trainer.division.rows == CONFIG.global_batch_size  # which is encoded once
+    assert told[0].startswith("micro-batches of 64 pairs (pairs/s through the towers: ")
+    second = trainer_of("cuda", tell=told.append, micro_batch_size="auto")
+    second.restore(trainer.checkpoint())
+    assert not second.division.measures
+    keeping = trainer_of("cuda", tell=told.append)
+    assert losses_of(keeping) == pytest.approx(reference, rel=1e-4)
+    assert keeping.division.kept == 4
+    assert "the activations of 4 of 4 are kept" in told[1]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -240,21 +224,6 @@ def test_a_run_is_compiled_by_default(tmp_path: Path, capsys: pytest.CaptureFixt
         for run in (eager, compiled)
     ]
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-
-
-def test_late_decoding_is_early_decoding(tmp_path: Path) -> None:
-    pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
-    from megabatch.training import train
-
-    data = str(write_shard(tmp_path / "pairs.tar", 160))
-    early = replace(CONFIG, device="cuda", train_data=data, output=tmp_path / "early", workers=2)
-    late = replace(early, output=tmp_path / "late", decode="late")
-    assert [train(early), train(late)] == [0, 0]
-    losses = [
-        [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").open()]
-        for run in (early, late)
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
 def _copies(trainer: Trainer) -> dict[str, Tensor]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import io
 import json
 import mmap
-import re
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,13 +15,11 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
-from megabatch.config.objective import create_objective
 from megabatch.training import TrainConfig
 from megabatch.training import log as log_module
 from megabatch.training.log import (
-    Display,
     Meter,
-    collapse_advice,
+    Progress,
     duration,
     memory_bytes,
 )
@@ -38,7 +33,6 @@ def write(run: Path, resumed: int, steps: range, loss: float) -> None:
             trackers.step({"step": step, "epoch": 0, "loss": loss})
             last = (run / "metrics.jsonl").read_text().splitlines()[-1]  # it is there at once
             assert json.loads(last) == {"step": step, "epoch": 0, "loss": loss}
-        trackers.last_step()
 
 
 def test_steps_done_again_are_cut_off_and_so_is_a_half_written_line(tmp_path: Path) -> None:
@@ -70,42 +64,6 @@ def test_tensorboard_shows_the_continued_curve_alone(
     assert points == {*((s, 1.0) for s in (1, 2, 3)), *((s, 2.0) for s in (4, 5, 6, 7))}
 
 
-class Full:
-    """A file on a full disk, which gets room again."""
-
-    def __init__(self, file: Any) -> None:
-        self.file, self.full = file, True
-
-    def write(self, text: str) -> None:
-        self.file.write(text)
-
-    def flush(self) -> None:
-        if self.full:
-            raise OSError(28, "No space left on device")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
-
-
-def test_a_full_disk_is_told_once_and_what_was_logged_comes_later(tmp_path: Path) -> None:
-    told: list[str] = []
-    trackers = Trackers()
-    trackers.start(TrainConfig(output=tmp_path, report_to=()), 0, told.append)
-    trackers._metrics = full = Full(trackers._metrics)  # type: ignore[assignment]
-    for step in (1, 2, 3):
-        trackers.step({"step": step, "loss": 1.0})
-    assert told == ["the log cannot be written: No space left on device; going on"]
-    full.full = False
-    trackers.step({"step": 4, "loss": 1.0})
-    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
-    assert steps == [1, 2, 3, 4]
-    full.full = True
-    trackers.step({"step": 5, "loss": 1.0})
-    assert len(told) == 2  # another outage
-    trackers.last_step()
-
-
 def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(log_module.time, "perf_counter", lambda: now[0])
@@ -130,71 +88,6 @@ def test_memory_counts_what_is_in_use() -> None:
         assert memory_bytes(torch.device("cpu")) - before > 150e6
 
 
-# Loss and gradient norm of glyph-small, 512 pairs a step, at learning rates of 0.1, 1e-3 and 1e-5.
-GLYPHS = {
-    0.1: (
-        (6.51, 6.90, 8.70, 6.36, 6.28, 6.24, 6.23, 6.229, 6.228, 6.23, 6.231, 6.226, 6.23, 6.229),
-        (5.7, 5.0, 3.9, 0.2, 0.05, 0.02, 0.01, 0.006, 0.008, 0.006, 0.01, 0.008, 0.007, 0.009),
-    ),
-    1e-3: (
-        (6.51, 5.69, 4.93, 4.45, 4.14, 3.67, 3.40, 3.28, 3.23, 2.94, 2.91, 2.61, 2.67, 2.69),
-        (5.7, 3.7, 3.1, 3.0, 2.6, 2.9, 2.9, 2.5, 2.5, 2.5, 2.4, 2.4, 2.3, 2.5),
-    ),
-    1e-5: (
-        (6.51, 6.50, 6.43, 6.42, 6.36, 6.28, 6.28, 6.24, 6.23, 6.23, 6.24, 6.24, 6.23, 6.24),
-        (5.7, 5.3, 5.3, 5.0, 4.7, 4.7, 4.5, 4.3, 4.3, 4.5, 4.2, 4.5, 4.2, 4.2),
-    ),
-}
-
-
-def records_of(lr: float, times: int = 2) -> list[dict[str, float]]:
-    """Each step of those `times` times."""
-    steps = zip(*GLYPHS[lr], strict=True)
-    return [{"loss": loss, "grad_norm": norm} for loss, norm in steps for _ in range(times)]
-
-
-def test_a_run_that_stands_at_the_loss_of_equal_features_says_so() -> None:
-    config = TrainConfig(global_batch_size=512)
-    assert collapse_advice(records_of(0.1), config) == (
-        "the run has collapsed: its loss stays at ln(512) = 6.24, that of equal features (a lower "
-        "--lr, a longer --warmup or --grad-clip-norm may help)"
-    )
-    assert collapse_advice(records_of(0.1), replace(config, global_batch_size=1024)) == ""
-    assert collapse_advice(records_of(0.1), replace(config, loss="siglip")) == ""
-
-
-@pytest.mark.parametrize(("lr", "times"), [(1e-3, 2), (1e-5, 2), (1e-5, 9), (0.1, 1)])
-def test_a_run_that_learns_slowly_or_is_short_has_not_collapsed(lr: float, times: int) -> None:
-    assert collapse_advice(records_of(lr, times), TrainConfig(global_batch_size=512)) == ""
-
-
-def test_a_run_without_a_record_has_not_collapsed() -> None:
-    assert collapse_advice([], TrainConfig()) == ""
-    assert collapse_advice([{"step": 1}] * 30, TrainConfig()) == ""  # no step was finite
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"duplicates": "positives"},
-        {"loss": "infonce"},
-        {"loss": "infonce", "hard_negatives": 2},
-    ],
-)
-def test_the_loss_of_equal_features(settings: dict[str, Any]) -> None:
-    config = TrainConfig(global_batch_size=8, **settings)
-    objective = create_objective(config, group="local")
-    features = torch.full((8, 4), 0.5)
-    ids = torch.arange(8) // 2 if "ids" in objective.takes else None
-    negatives = torch.full((8, 2, 4), 0.5) if "negatives" in objective.takes else None
-    loss = objective(
-        *(features, features, torch.tensor(14.3)), ids=ids, negative_features=negatives
-    )
-    flat = [{"loss": loss.item(), "grad_norm": norm} for norm in [1.0] + [1e-4] * 19]
-    assert f"ln({8 * (1 + config.hard_negatives)})" in collapse_advice(flat, config)
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
@@ -206,57 +99,18 @@ def record(loss: float, speed: float, gib: int) -> dict[str, float]:
     return {"loss": loss, "pairs_per_second": speed, "memory_bytes": gib * 2**30}
 
 
-def test_a_file_gets_a_line_every_ten_seconds_and_one_at_the_end(clock: list[float]) -> None:
+def test_a_line_every_ten_seconds_and_one_at_the_end(clock: list[float]) -> None:
     file = io.StringIO()
-    with Display(Console(file=file), total_steps=105, done=5) as shown:
-        for step in range(6, 106):
-            clock[0] += 1
-            shown.update(step, record(2.5, 1234.4, 3))
+    shown = Progress(Console(file=file, width=100), total_steps=105, done=5)
+    for step in range(6, 106):
+        clock[0] += 1
+        shown.update(step, record(2.5, 1234.4, 3))
     lines = file.getvalue().splitlines()
     assert len(lines) == 10
     assert lines[0] == "step 15/105  loss 2.500  1,234 pairs/s  3.0 GiB  1m 30s left"
     assert lines[-1].startswith("step 105/105")
-
-
-def test_a_terminal_gets_a_bar() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=100)
-    with Display(console, total_steps=4, done=0) as shown:
-        shown.update(1, record(2.5, 10.0, 1))
-    text = file.getvalue()
-    assert "1/4" in text
-    assert "loss 2.500" in text
-    assert "10 pairs/s" in text
-    assert "1.0 GiB" in text
-
-
-def test_a_narrow_terminal_shows_the_time_that_is_left(clock: list[float]) -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, width=60)
-    with Display(console, total_steps=10_000, done=0) as shown:
-        for step in range(1, 4):
-            clock[0] += 1
-            shown.update(step, record(2.5, 1234.4, 3))
-    assert re.search(
-        r"3/10000\S* loss 2.500  1,234 pairs/s left \S*(\d+:\d\d:\d\d|-:--:--)", file.getvalue()
-    )
-    assert "…" not in file.getvalue()
-
-
-def test_a_step_that_was_left_out_has_no_loss(clock: list[float]) -> None:
-    file = io.StringIO()
-    with Display(Console(file=file), total_steps=1, done=0) as shown:
-        clock[0] += 1
-        shown.update(1, {"pairs_per_second": 1.0, "memory_bytes": 0})
+    shown.update(105, {"pairs_per_second": 1.0, "memory_bytes": 0})
     assert "loss not finite" in file.getvalue()
-
-
-def test_a_quiet_console_gets_nothing() -> None:
-    file = io.StringIO()
-    console = Console(file=file, force_terminal=True, quiet=True)
-    with Display(console, total_steps=1, done=0) as shown:
-        shown.update(1, record(2.5, 10.0, 1))
-    assert file.getvalue() == ""
 
 
 @pytest.mark.parametrize(

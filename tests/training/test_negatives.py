@@ -17,10 +17,8 @@ from megabatch.data import Batch, PairLoader, open_pairs
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, create
 from megabatch.models.towers import lock, set_modes
-from megabatch.planning import make_plan, this_machine
 from megabatch.training import TrainConfig, train
 from megabatch.training.encoders import CachedStep
-from megabatch.training.setup import build_towers
 from tests.models.tiny import TINY
 from tests.models.tiny_bert import save_tiny_bert
 from tests.training.runs import logged, weights
@@ -163,15 +161,3 @@ def test_a_run_with_negatives_resumes_and_differs_from_one_without(
     first, plain = logged(whole.output)[0]["loss"], logged(without.output)[0]["loss"]
     assert first > plain  # 24 candidates instead of 8
     assert weights(whole.output) != weights(without.output)
-
-
-def test_the_plan_counts_the_texts_of_each_pair(folder: Path, tmp_path: Path) -> None:
-    configs = [config_of(folder, tmp_path, model="glyph-small", hard_negatives=k) for k in (0, 2)]
-    towers = build_towers(configs[0])
-    plans = [make_plan(config, towers, this_machine(CPU, 1)) for config in configs]
-    parts = [{part.name: part.nbytes for part in plan.parts} for plan in plans]
-    assert parts[1]["features"]["loss"] == 2 * parts[0]["features"]["loss"]
-    image, text = 32 * 32, 64 * 8  # bytes
-    raw = [each["raw inputs"]["loss"] for each in parts]
-    assert raw[1] * (image + text) == raw[0] * (image + 3 * text)
-    assert parts[1]["activations"]["second pass"] > parts[0]["activations"]["second pass"]

@@ -7,7 +7,6 @@ import shlex
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import open_clip
 import pytest
@@ -116,30 +115,6 @@ def test_what_was_skipped_is_told_names_are_printed_as_they_are_and_commands_can
     assert [shlex.split(command)[-1] for command in commands] == [f"{run}/tensorboard", str(run)]
     assert main(shlex.split(commands[1])[1:]) == 0  # works as printed
     assert (run / "report.html").exists()
-
-
-def test_the_evaluation_follows_where_it_is_asked_for(
-    make_config: MakeConfig, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import megabatch.evaluation
-    import megabatch.evaluation.table
-
-    seen: list[Any] = []
-
-    def evaluate_run(run: Path, **options: Any) -> dict[str, object]:
-        assert (run / "model.safetensors").exists()
-        seen.append((run, options))
-        assert options.pop("on_figures")
-        return {"figures": 1}
-
-    monkeypatch.setattr(megabatch.evaluation, "evaluate_run", evaluate_run, raising=False)
-    monkeypatch.setattr(
-        megabatch.evaluation.table, "print_evaluation", lambda e, console: seen.append(e)
-    )
-    config = make_config(tmp_path / "run", steps=2, val_data=str(pictures))
-    assert train(config) == 0
-    options = {"device": "cpu", "group": "local", "trust": True}
-    assert seen == [(config.output, options), {"figures": 1}]
 
 
 def test_an_evaluation_without_data_is_refused_before_anything_is_trained(

@@ -67,9 +67,6 @@ def disturbed(how: str, rank: int, folder: Path) -> Iterator[None]:
                 while not (folder / "0.json").exists():  # until the other gives up
                     time.sleep(0.1)
                 os._exit(1)
-            elif how == "drift":
-                with torch.no_grad():
-                    self.logit_scale.add_(1e-3)
         return step(self, batch)
 
     def iterate(self: PairLoader) -> Iterator[Batch]:
@@ -146,20 +143,18 @@ def test_runs_of_two_processes_are_that_of_one(
 ) -> None:
     alone = replace(config, output=tmp_path / "alone")
     assert train(alone) == 0
-    ddp = replace(config, output=tmp_path / "ddp", check_replicas_every=2)
+    ddp = replace(config, output=tmp_path / "ddp")
     ddp = replace(ddp, val_data=config.train_data, val_frequency=4)
     fsdp = replace(ddp, output=tmp_path / "fsdp", parallel="fsdp", grad_checkpointing=True)
     stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
     ctrl_c = replace(config, output=tmp_path / "ctrl-c")
     broken = replace(config, output=tmp_path / "broken", model="ViT-B32")
-    drift = replace(config, output=tmp_path / "drift", check_replicas_every=7)
     told = launch(
         ("", ddp),
         ("", fsdp),
         ("SIGTERM", stopped),
         ("SIGINT", ctrl_c),
         ("", broken),
-        ("drift", drift),
     )
 
     for run, (first, second) in zip((ddp, fsdp), told[:2], strict=True):
@@ -192,11 +187,6 @@ def test_runs_of_two_processes_are_that_of_one(
     first, second = told[4]
     assert (first["code"], second["code"]) == (2, 2)
     assert first["err"].count("ViT-B32") == 1
-    assert second["err"] == ""
-
-    first, second = told[5]
-    assert (first["code"], second["code"]) == (1, 1)
-    assert "logit_scale (rank 0 against rank 1)" in first["err"]
     assert second["err"] == ""
 
     # What two processes left one continues, and three do under another layout.

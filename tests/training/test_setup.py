@@ -15,14 +15,14 @@ from torch import nn
 
 from megabatch.config.file import parse
 from megabatch.errors import UsageError
+from megabatch.hints import option
 from megabatch.models import create
 from megabatch.models.images import TorchResize
-from megabatch.models.towers import locked_towers
+from megabatch.models.towers import lock, locked_towers
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,
-    kind_problems,
-    length_notes,
+    check_kind,
     model_notes,
     prepare,
     train_transform,
@@ -41,16 +41,23 @@ def refused(config: Any) -> str:
     return str(caught.value)
 
 
-def test_every_reason_comes_at_once_and_nothing_is_written(
+def test_what_is_wrong_is_said_and_nothing_is_written(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path / "run", model="ViT-B32", train_data="no.tar")
-    reasons = refused(config).splitlines()
-    assert reasons[0] == "several things:"
-    assert [reason.split(":")[0] for reason in reasons[1:]] == ["  - --train-data", "  - --model"]
-    reasons = refused(replace(config, micro_batch_size=0, lr=-1.0)).splitlines()[1:]
-    assert [reason.split()[1] for reason in reasons] == ["--micro-batch-size", "--lr"]
+    for name, value in {"micro_batch_size": 0, "train_data": "no.tar", "model": "ViT-B32"}.items():
+        assert refused(make_config(tmp_path / "run", **{name: value})).startswith(f"{option(name)}")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_batch_normalisation_is_a_note() -> None:
+    towers = create("RN50")
+    config = TrainConfig(model="RN50", global_batch_size=4096, micro_batch_size=512)
+    for ranks, said in ((1, "512 pairs at a time: --micro"), (16, "256 pairs at a time on each")):
+        (note,) = model_notes(config, towers, ranks)
+        assert note.startswith("warning: RN50 has batch normalisation (55 layers). It normalises ")
+        assert said in note
+    lock(towers.module, "image")
+    assert model_notes(config, towers, 1) == []
 
 
 @on_processes(2)
@@ -72,9 +79,9 @@ def test_ranks_with_other_settings_or_data_than_rank_0s_are_refused(processes: P
 
         rank = processes.rank
         assert told(20, workers=rank, micro_batch_size=4 + rank) == ""
-        pairs = "--train-data: 19 pairs on rank 1, 20 on rank 0; expected the same"
+        pairs = "the processes differ: number of pairs is 19 on rank 1, 20 on rank 0; expected the"
         assert told(20 - rank).startswith(pairs)
-        settings = "the processes have different settings: --lr is 0.2 on rank 1, 0.1 on rank 0 ("
+        settings = "the processes differ: --lr is 0.2 on rank 1, 0.1 on rank 0; expected the same"
         assert told(20, lr=(0.1, 0.2)[rank]).startswith(settings)
 
 
@@ -121,49 +128,6 @@ def test_the_resize_is_chosen_for_openclips_transforms_only(
     assert train_transform(pillow, towers) is towers.train_transform
 
 
-def test_a_default_that_does_not_suit_the_data_is_called_one(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(tmp_path / "run", global_batch_size=TrainConfig.global_batch_size)
-    assert refused(config) == (
-        "--global-batch-size 4096: expected at most 40, the pairs that there are"
-    )
-
-
-@pytest.mark.parametrize(
-    ("pairs", "steps", "note"),
-    [
-        (
-            1462,
-            16,
-            "438 of 1,462 pairs are left out of each epoch (others each time), as they fill no "
-            "batch of 512; --global-batch-size 487 would leave out 1",
-        ),
-        (1462, 1, None),  # ends within its first epoch
-        (1536, 16, None),
-        (512 * 10 - 2, 90, None),  # 510 of 5,118: less than a tenth
-        (
-            1022,
-            2,
-            "510 of 1,022 pairs are left out of each epoch (others each time), as they fill no "
-            "batch of 512; --global-batch-size 511 would leave out none",
-        ),
-    ],
-)
-def test_pairs_that_fill_no_batch_are_told_if_they_are_many(
-    pairs: int, steps: int, note: str | None
-) -> None:
-    config = TrainConfig(global_batch_size=512, warmup=0)
-    assert length_notes(config, pairs, steps) == ([] if note is None else [note])
-
-
-def test_epochs_make_as_many_steps_as_there_are_whole_batches(
-    make_config: MakeConfig, tmp_path: Path
-) -> None:
-    config = make_config(tmp_path / "run", steps=None, epochs=3, global_batch_size=12)
-    assert prepare(config).total_steps == 3 * (40 // 12)
-
-
 def test_a_folder_that_cannot_be_a_new_runs(make_config: MakeConfig, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
@@ -195,10 +159,6 @@ def test_a_run_is_not_resumed_with_other_settings_but_those_that_change_no_resul
 
     changes = {"workers": 1, "log_every": 2, "checkpoint_every": 1, "keep_checkpoints": 5}
     prepare(make_config(tmp_path, resume=True, steps=20, device="auto", **changes))
-
-
-def test_a_column_that_is_not_there(make_config: MakeConfig, tmp_path: Path) -> None:
-    assert "subtitle" in refused(make_config(tmp_path / "run", csv_caption_key="subtitle"))
 
 
 def built(**changes: Any) -> Any:
@@ -253,6 +213,6 @@ def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) ->
 
 def test_data_that_a_model_does_not_take_are_refused() -> None:
     config = TrainConfig(model="hf:folder", train_data="shards")
-    assert kind_problems(config, "image", "image") == []
-    [problem] = kind_problems(config, "image", "text")
-    assert problem.startswith("--model hf:folder: it takes texts with texts, but shards has images")
+    check_kind(config, "image", "image")
+    with pytest.raises(UsageError, match=r"hf:folder: it takes texts with texts, but shards has"):
+        check_kind(config, "image", "text")

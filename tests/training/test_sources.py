@@ -184,16 +184,3 @@ def test_damage_is_told_before_the_first_step_and_where_there_are_too_few_pairs(
     with pytest.raises(UsageError, match=r"global.batch.size.* 10\b") as caught:
         train(make_config(tmp_path / "other", train_data=str(cut), global_batch_size=16))
     assert damage in str(caught.value)
-
-
-def test_a_table_with_tabs_as_openclip_has_them_is_read(
-    make_config: MakeConfig,
-    pictures: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    told: Callable[..., str],
-) -> None:
-    monkeypatch.chdir(pictures.parent)
-    table = tmp_path / "openclip.csv"  # relative to where it runs
-    table.write_text(pictures.read_text().replace(",", "\t"))
-    told(make_config(tmp_path / "run", train_data=str(table)))

@@ -52,7 +52,6 @@ def schedule_problems(config: TrainConfig, total_steps: int) -> list[str]:
 _USED_WITH = (
     ("csv_negative_key", "hard_negatives", ()),
     ("val_frequency", "val_data", ()),
-    ("best_metric", "val_frequency", ()),
     ("lock_image_unlocked_groups", "lock_image", ()),
     ("lock_text_unlocked_layers", "lock_text", ()),
     ("beta1", "opt", ("adamw", "lamb", "lion", "adafactor")),

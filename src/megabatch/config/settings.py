@@ -130,7 +130,7 @@ class TrainConfig:
     """Pairs that go through the towers at a time, per process. It bounds memory and changes no
     gradient, except in models with batch normalisation. Towers run twice per step, or once if a
     process has no more pairs than this, and for pairs within --activation-memory. auto: on GPUs the
-    fastest size, measured before the first step in less than 2 minutes; on the CPU, and with batch
+    fastest size, measured after two steps in less than 2 minutes; on the CPU, and with batch
     normalisation, 512."""
     epochs: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 16
     """Passes over the data."""
@@ -209,13 +209,6 @@ class TrainConfig:
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None
     """Print the memory that a step needs before the first one and, if it cannot fit, refuse or
     warn. Default: refuse on GPUs, warn on the CPU."""
-    on_nonfinite: Annotated[Literal["stop", "skip"], MAY_CHANGE] = "stop"
-    """If loss or gradient is NaN or infinite: stop, or skip the step and continue."""
-    max_nonfinite: Annotated[int, AT_LEAST_1, MAY_CHANGE] = 10
-    """Stop after this many skipped steps in a row."""
-    check_replicas_every: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 100
-    """Steps between two checks that replicated tensors are equal on all processes; 0: never."""
-
     seed: Annotated[int, Interval(at_least=0, below=2**32)] = 0
     """Random seed of initial weights, data order, augmentation and dropout."""
     workers: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
@@ -243,10 +236,7 @@ class TrainConfig:
     columns of --train-data. All processes must be able to read the output folder."""
     val_frequency: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
     """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
-    output folder, under best; 0: only at the end."""
-    best_metric: Annotated[str | None, MAY_CHANGE] = None
-    """The figure of the best weights, such as pairs/image_to_text/recall@10. Default: recall@1 from
-    images (or first texts) to texts, of the first task."""
+    output folder, under best: by recall@1 from first inputs to texts. 0: only at the end."""
 
 
 #: The micro-batch size that "auto" stands for where sizes are not measured.

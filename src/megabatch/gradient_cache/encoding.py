@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megabatch.gradient_cache.autograd import GradientSums, reached_from
 from megabatch.gradient_cache.batches import Feed, MicroBatch, Parts
-from megabatch.gradient_cache.outputs import CachedOutputs, Outputs, allocated
+from megabatch.gradient_cache.outputs import CachedOutputs, Outputs
 from megabatch.gradient_cache.state import (
     ForwardState,
     PassesCheck,
@@ -48,7 +48,6 @@ class Encoding:
         inputs: the tensors that get gradients: parameters, and batches that require a gradient.
         direct: whether gradients go to `.grad` in each micro-batch, by `.backward()`, as DDP, FSDP2
             and reentrant checkpoints need it.
-        activations: bytes of each micro-batch's graph on GPUs, by the number of the micro-batch.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class Encoding:
         self.micro_batches: list[MicroBatch] = []
         self.kept, self._only = 0, False
         self.graphs: list[Outputs] = []
-        self.activations: dict[int, int] = {}
         self._check = check
         self._first: Outputs = {}  # of micro-batch 0, to be compared
 
@@ -183,7 +181,6 @@ class Encoding:
         graph = torch.is_grad_enabled() and (keep or not self.requires_grad)
         state = ForwardState(self.devices, self.buffers)
         self._states.append(state)
-        before = allocated(self.devices)
         statistics = keep_running_statistics(self.modules if micro_batch.idle else [])
         with statistics, torch.set_grad_enabled(graph):
             outputs = self._encode(parts)
@@ -196,7 +193,6 @@ class Encoding:
         self.direct |= self._leaves_of(trained)[1]
         if keep:
             self.graphs.append(outputs)
-            self.activations[i] = allocated(self.devices) - before
         return self.outputs.without_graph(outputs)
 
     def _leaves_of(self, outputs: list[Tensor]) -> tuple[dict[int, Tensor], bool]:
@@ -220,9 +216,7 @@ class Encoding:
     def _backward_one(
         self, i: int, micro_batch: MicroBatch, parts: Parts, last: bool, sums: GradientSums
     ) -> None:
-        before = allocated(self.devices)
         encoded = self._encode(parts)
-        self.activations[i] = allocated(self.devices) - before
         if i == 0 and self._check is not None:
             self._check.compare(self.name, self._first, self.outputs.without_graph(encoded))
             self._first = {}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -192,25 +191,6 @@ class CachedOutputs:
                 outputs.append(output)
                 gradients.append(gradient if last else torch.zeros_like(gradient))
         return outputs, gradients
-
-
-@dataclass
-class StepMemory:
-    """GPU memory of the last step in bytes, summed over its GPUs; 0 without any GPU.
-
-    Attributes:
-        graphs: for each encoder, by name, the graph of each micro-batch.
-        peak_before_second_pass: the allocator's peak when the second pass began, after the first
-            pass, the loss and the loss's backward pass.
-    """
-
-    graphs: dict[str, list[int]] = field(default_factory=dict)
-    peak_before_second_pass: int = 0
-
-
-def allocated(devices: Iterable[torch.device]) -> int:
-    """Bytes that tensors take on these GPUs; 0 without any GPU."""
-    return sum(torch.cuda.memory_allocated(device) for device in devices)
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +19,8 @@ from megabatch.gradient_cache.autograd import (
     reached_from,
 )
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.gradient_cache.state import ForwardContext, ForwardState, cuda_devices
-from megabatch.ranks import all_gather_numbers, global_ranks
+from megabatch.ranks import all_gather_numbers
 from megabatch.torch_internals import graph_is_retained, parametrizations_not_cached
 
 _BY_FORWARD = (
@@ -34,10 +32,6 @@ _BETWEEN = (
     "in place after the step was called",
     "call loss.backward() before optimizer.step(), and leave batches as they are until then",
 )
-
-
-class OutOfMemoryOnAllRanks(torch.OutOfMemoryError):
-    """Memory ran out on a rank, and all ranks stopped at the same place: they may try again."""
 
 
 class Step:
@@ -53,21 +47,17 @@ class Step:
         encodings: list[Encoding],
         number: int,
         group: Any,
-        memory: StepMemory,
         gradients_on_host: bool | None,
-        keeps: bool,
     ) -> None:
         """Save the context that the second pass needs, before the first pass of the encodings.
 
-        `number`: of the step; `keeps`: whether graphs may be kept on some rank.
+        `number`: of the step.
         """
         self.encodings = encodings
         self.inputs: list[Tensor] = []
         self._name = f"step {number}"
         self._group = group
-        self._memory = memory
         self._gradients_on_host = gradients_on_host
-        self._keeps = keeps and len(global_ranks(group)) > 1
         self._devices = set().union(*(encoding.devices for encoding in encodings), cuda_devices())
         modules = [module for encoding in encodings for module in encoding.modules]
         self._context = ForwardContext(dict.fromkeys(modules), self._devices)
@@ -79,7 +69,7 @@ class Step:
         """Encode, and return the value of `loss(..., **keywords)` with the second pass's node."""
         try:
             # As below: weights that are cached without a graph pass no gradient on.
-            with self._memory_on_all_ranks("first pass"), parametrizations_not_cached():
+            with parametrizations_not_cached():
                 for encoding in self.encodings:
                     encoding.forward()
             for encoding in self.encodings:  # without a second pass its rows are not used again
@@ -117,26 +107,6 @@ class Step:
         finally:
             state.restore()
             self._release()
-
-    @contextlib.contextmanager
-    def _memory_on_all_ranks(self, part: str) -> Iterator[None]:
-        """If graphs may be kept, raise an error on all ranks if memory runs out inside on one.
-
-        Inside there must be no exchange between ranks. `part`: of the step, for messages.
-        """
-        if not self._keeps:
-            yield
-            return
-        failed = False
-        try:
-            yield
-        except torch.OutOfMemoryError:  # raised again below, where it keeps no tensors alive
-            failed = True
-        call = f"GradientCache, {part} of {self._name}"
-        table = all_gather_numbers(call, [int(failed)], self._group)
-        ranks = ", ".join(str(rank) for rank, (out,) in enumerate(table) if out)
-        if ranks:
-            raise OutOfMemoryOnAllRanks(f"{call}: out of memory on rank {ranks}")
 
     def _compute_loss(self, function: Callable[..., Any], keywords: Mapping[str, Any]) -> Tensor:
         """Compute the loss of the cached outputs, shape (), and keep its graph."""
@@ -193,17 +163,12 @@ class Step:
                 encoding.outputs.move_gradients_to_host(self._gradients_on_host)
 
     def _encode_again(self, sums: GradientSums) -> None:
-        peaks = map(torch.cuda.max_memory_allocated, self._devices)
-        self._memory.peak_before_second_pass = sum(peaks)
-        with self._memory_on_all_ranks("kept graphs"):  # of all encodings: then the memory is free
-            for encoding in self.encodings:
-                encoding.backward_kept(sums)
+        for encoding in self.encodings:  # of all of them: then the memory is free
+            encoding.backward_kept(sums)
         encodings = [encoding for encoding in self.encodings if encoding.outputs.gradients]
         for i, encoding in enumerate(encodings):
             later = any(encoding.encoder is other.encoder for other in encodings[i + 1 :])
             encoding.backward(sums, synchronise=not later)
-            sizes = encoding.activations
-            self._memory.graphs[encoding.name] = [sizes[i] for i in sorted(sizes)]
 
     def _release(self) -> None:
         """Free batches and graphs, though the caller may keep the loss."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megabatch.gradient_cache.batches import Feed, Key
 from megabatch.gradient_cache.encoding import Encoding
-from megabatch.gradient_cache.outputs import CachedOutputs, StepMemory
+from megabatch.gradient_cache.outputs import CachedOutputs
 from megabatch.gradient_cache.second_pass import PendingLoss, Step, loss_of
 from megabatch.gradient_cache.state import PassesCheck
 from megabatch.gradient_cache.wrappers import WEIGHTS_COMPARED, weights_differ
@@ -117,8 +117,6 @@ class GradientCache:
         self.loss = loss
         self.group = group
         self.gradients_on_host = gradients_on_host
-        #: GPU memory of the steps so far.
-        self.memory = StepMemory()
         self._passes = PassesCheck()
         self._weights_differ = False
         self._steps = 0
@@ -163,13 +161,13 @@ class GradientCache:
         self._steps += training
         loss_kwargs = {k: v for k, v in keywords.items() if k not in self._input_names}
         encodings = self._encodings(batches, keywords)
-        keeps = self._divide(encodings, training)
+        self._divide(encodings, training)
         if not training:
             for encoding in encodings:
                 encoding.forward()
             return loss_of(encodings, self.loss, loss_kwargs).detach()
         on_host = self.gradients_on_host
-        step = Step(encodings, self._steps, self.group, self.memory, on_host, keeps)
+        step = Step(encodings, self._steps, self.group, on_host)
         value = step.first_pass(self.loss, loss_kwargs)
         self._pending = step.pending
         return value
@@ -187,8 +185,8 @@ class GradientCache:
             found.append(Encoding(self._encoders[i], feed, outputs, check))
         return found
 
-    def _divide(self, encodings: list[Encoding], training: bool) -> bool:
-        """Set each encoding's micro-batches; return whether graphs may be kept.
+    def _divide(self, encodings: list[Encoding], training: bool) -> None:
+        """Set each encoding's micro-batches.
 
         Ranks agree on the largest number of micro-batches, and the smallest of those to be kept.
         """
@@ -214,7 +212,6 @@ class GradientCache:
                     "got 0"
                 )
             encoding.divide(count, most, only=only)
-        return any(kept)
 
     def _kept_counts(self) -> tuple[int, ...]:
         """For each encoder, the number of micro-batches whose graphs may be kept."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,8 +26,6 @@ from megabatch.planning.micro_batches import (
     WHOLE,
     MicroBatches,
     TextLengths,
-    kept_at_most,
-    kept_count,
     weighted,
 )
 from megabatch.planning.seconds import step_seconds
@@ -129,16 +127,6 @@ def make_plan(
         NoPlan: the model's memory cannot be estimated.
     """
     return Planner(config, towers, machine, file_bytes, lengths).planned()
-
-
-def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
-    """Bytes of a micro-batch's graph in addition to another one, counted as for a plan.
-
-    Raises:
-        NoPlan: the model's memory cannot be estimated.
-    """
-    planner = Planner(config, towers, Machine(device, 1, 0))
-    return planner.micro_batches(planner.usual, planner.usual).largest.further
 
 
 @dataclass
@@ -283,19 +271,21 @@ class Planner:
         self, config: TrainConfig, rows: int, micro: MicroBatches, others: Sequence[Part]
     ) -> int:
         """The number of micro-batches whose activations are kept for the second pass."""
-        machine, graph, room = self.machine, micro.mean.further, None
+        machine, count, graph = self.machine, micro.count, max(1, micro.mean.further)
+        if count == 1:
+            return 0
+        # On several ranks the micro-batch that synchronises gradients is always encoded again.
+        limits = [count - (machine.count > 1)]
+        if (bound := activation_bytes(config, machine.device)) is not None:
+            limits.append(bound // graph)
         if machine.device == "cuda":
             parts = [*others, Part("activations", micro.nbytes(0))]
             encode, loss, second = (sum(p.nbytes.get(name, 0) for p in parts) for name in PHASES)
-            longer = (
-                self.lengths.longer(t, n, rows, micro.count) for t, n in self._contexts.items()
-            )
+            longer = (self.lengths.longer(t, n, rows, count) for t, n in self._contexts.items())
             # The second pass has one of the graphs already.
             free = machine.limit - max(encode, loss, second - graph)
-            room = int(free / max([1.0, *longer]))
-        bound = activation_bytes(config, machine.device)
-        possible = kept_at_most(micro.count, machine.count)
-        return kept_count([(graph, micro.count)], possible, bound, room)
+            limits.append(int(free / max([1.0, *longer]) / graph))
+        return max(0, min(limits))
 
     # --- the rest of a step -----------------------------------------------------------------------
 
@@ -383,7 +373,9 @@ class Planner:
         if not fitting:
             return self._smaller() or self.plan(micro_batch_size=usual)
         seconds = {n: plan.seconds for n, plan in fitting.items() if plan.seconds is not None}
-        plan = fitting[largest_of_fastest(seconds) if seconds else min(fitting)]
+        most = (1 + GAIN) * min(seconds.values(), default=0.0)
+        fastest = [n for n, taken in seconds.items() if taken <= most]
+        plan = fitting[max(fastest, default=min(fitting))]  # the largest has the fewest launches
         note = f"micro-batch size auto: a run takes the fastest that fits, up to {max(fitting):,}"
         if seconds:
             pairs = self.config.global_batch_size
@@ -432,16 +424,6 @@ class Planner:
             return f"no micro-batch size fits; {batch}"
         more = "" if self.config.grad_checkpointing else ", --grad-checkpointing"
         return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
-
-
-def largest_of_fastest(seconds: Mapping[int, float]) -> int:
-    """The largest of the sizes that are as fast as the fastest, within `GAIN`.
-
-    It has the fewest launches. Neither a plan nor a trial has all that a step's host has to do
-    besides them.
-    """
-    least = min(seconds.values())
-    return max(size for size, value in seconds.items() if value <= (1 + GAIN) * least)
 
 
 def _giga(size: int) -> str:

@@ -27,11 +27,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megabatch.errors import UsageError
-from megabatch.files import replacing
+from megabatch.errors import UsageError, one_line
+from megabatch.files import new_folder, replacing
 
 FORMAT = 1
-_PARTIAL = ".partial-"
 _NAME = re.compile(r"step-(\d+)")
 _TENSOR_FILES = ("model.safetensors", "optimizer.safetensors")
 
@@ -54,10 +53,6 @@ class CheckpointError(UsageError):
     exit_code = 1  # not a mistake in the command
 
 
-class _Damaged(Exception):
-    pass
-
-
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """Write a checkpoint into `folder` (RUN/checkpoints), then delete all but the newest `keep`.
 
@@ -69,57 +64,43 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
             earlier ones stay.
     """
     place = folder / f"step-{checkpoint.state['step']:08d}"
-    partial = folder / f"{_PARTIAL}{place.name}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _write_files(partial, checkpoint)
-        if place.exists():  # a damaged one that was skipped on resume
-            shutil.rmtree(place)
-        os.replace(partial, place)
+        with new_folder(place) as partial:
+            _write_files(partial, checkpoint)
         _flush_folder(folder)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        older = _newest_first(folder)
-        left = f"{older[0]} is intact" if older else "there is no earlier one"
+    except (OSError, SafetensorError, UsageError) as error:
         raise CheckpointError(
-            f"the checkpoint of step {checkpoint.state['step']} could not be written: {reason}; "
-            f"{left}"
+            f"the checkpoint of step {checkpoint.state['step']} could not be written: "
+            f"{one_line(error)}; earlier ones are intact"
         ) from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
     return place
 
 
-def load_newest(folder: Path) -> tuple[Checkpoint, list[str]] | None:
-    """Read the newest undamaged checkpoint; None if there is no checkpoint at all.
-
-    Returns:
-        The checkpoint, and the reason why each newer one was skipped.
+def load_newest(folder: Path) -> Checkpoint | None:
+    """Read the newest checkpoint, if there is one, and remove the incomplete ones of a killed run.
 
     Raises:
-        CheckpointError: all checkpoints are damaged.
+        CheckpointError: it is damaged.
     """
-    skipped: list[str] = []
-    for place in _newest_first(folder):
-        try:
-            return _read(place), skipped
-        except _Damaged as damage:
-            skipped.append(f"{place} is damaged: {damage}")
-    if skipped:
-        raise CheckpointError(f"no checkpoint can be read; {'; '.join(skipped)}")
-    return None
-
-
-def remove_partial(folder: Path) -> None:
-    """Remove incomplete checkpoints of a killed process."""
-    for partial in folder.glob(f"{_PARTIAL}*"):
+    for partial in folder.glob(".step-*.partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
+    if not (found := _newest_first(folder)):
+        return None
+    newest, *older = found
+    try:
+        state = json.loads((newest / "state.json").read_text(encoding="utf-8"))
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, expected {FORMAT}")
+        for name, facts in state["files"].items():
+            if _facts(newest / name) != facts:
+                raise ValueError(f"{name} differs from what was written")
+        model, optimizer = (load_file(newest / name) for name in _TENSOR_FILES)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        before = f"; delete it, and --resume continues from {older[0].name}" if older else ""
+        raise CheckpointError(f"{newest} is damaged: {one_line(error)}{before}") from error
+    return Checkpoint(model, optimizer, state)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path) -> None:
@@ -150,20 +131,6 @@ def _write_files(partial: Path, checkpoint: Checkpoint) -> None:
         file.flush()
         os.fsync(file.fileno())
     _flush_folder(partial)
-
-
-def _read(place: Path) -> Checkpoint:
-    try:
-        state = json.loads((place / "state.json").read_text(encoding="utf-8"))
-        if state["format"] != FORMAT:
-            raise _Damaged(f"format {state['format']}, expected {FORMAT}")
-        for name, facts in state["files"].items():
-            if _facts(place / name) != facts:
-                raise _Damaged(f"{name} differs from what was written")
-        model, optimizer = (load_file(place / name) for name in _TENSOR_FILES)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-        raise _Damaged(" ".join(str(error).split()) or type(error).__name__) from error
-    return Checkpoint(model, optimizer, state)
 
 
 def _facts(path: Path) -> dict[str, Any]:

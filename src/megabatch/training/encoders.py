@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.gradient_cache.batches import Feed
-from megabatch.gradient_cache.outputs import StepMemory
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower, locked_towers
 
@@ -86,11 +84,6 @@ class CachedStep:
         """Encode this many micro-batches once, see `kept_micro_batches` of GradientCache."""
         self._cache.kept_micro_batches = micro_batches
 
-    @property
-    def memory(self) -> StepMemory:
-        """GPU memory of the steps so far."""
-        return self._cache.memory
-
     def sorted_towers(self, batch: Batch) -> dict[str, SortedByLength]:
         """The batches of the towers that take them by length, by tower."""
         named: dict[Tower, Any] = {"image": batch.images, "text": batch.texts}
@@ -150,20 +143,6 @@ class CachedStep:
             features = torch.cat([tower(part)[name] for part, _ in parts])
         _, texts = feed.sorted_by(name)
         return features if texts is None else texts.in_batch_order(features)
-
-
-def ids_of(batch: Batch) -> Tensor:
-    """Ids of a batch's pairs, int64 (b,): the data's own, or else a hash of each text's tokens.
-
-    The hash is the same on every rank, and equal for texts that the model cannot distinguish. With
-    62 bits, any two of a million different texts collide with probability 1e-7.
-    """
-    own: Tensor | None = getattr(batch, "ids", None)
-    if own is not None:
-        return own
-    rows = batch.texts.cpu().numpy()
-    digests = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in rows)
-    return torch.tensor([int.from_bytes(d, "little") >> 2 for d in digests], dtype=torch.int64)
 
 
 class WithNegatives(nn.Module):

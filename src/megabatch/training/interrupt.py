@@ -6,19 +6,14 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
 
 #: EX_TEMPFAIL of sysexits.h: run the same command again. No process that a signal kills, and no
 #: shell that reports one, exits with it, so it implies that there is a checkpoint.
 EX_TEMPFAIL = 75
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-
-
-class Ended(SystemExit):
-    """A signal came after the last checkpoint; its code is that of an interrupted run."""
 
 
 @contextlib.contextmanager
@@ -35,43 +30,25 @@ def signals_recorded(*, announce: bool = False) -> Iterator[list[int]]:
         The numbers of the signals so far.
     """
     received: list[int] = []
-    second_ctrl_c = signal.getsignal(signal.SIGINT)
 
     def note(number: int, frame: FrameType | None) -> None:
         if announce and not received:
             _say_what_follows(number)
         received.append(number)
         if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, second_ctrl_c)
+            signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    with _handled_by(note):
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
         yield received
-
-
-@contextlib.contextmanager
-def signals_end() -> Iterator[None]:
-    """A context in which SIGINT, SIGTERM and SIGUSR1 raise `Ended`."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise Ended(exit_code(number))
-
-    with _handled_by(end):
-        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
 
 
 def exit_code(number: int) -> int:
     """The exit code after a signal and a checkpoint: 130 after Ctrl-C, else 75."""
     return 128 + signal.SIGINT if number == signal.SIGINT else EX_TEMPFAIL
-
-
-@contextlib.contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in _SIGNALS}
-    try:
-        yield
-    finally:
-        for number, own in before.items():
-            signal.signal(number, own)
 
 
 def _say_what_follows(number: int) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import psutil
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megabatch.config.settings import TrainConfig
-
-_LINE_EVERY = 10.0  # seconds, if the output is a file
+#: Seconds between two lines.
+LINE_EVERY = 10.0
 
 
 class Meter:
@@ -52,38 +47,6 @@ class Meter:
         return {"pairs_per_second": pairs / seconds, "data_wait": waited / seconds}
 
 
-def collapse_advice(records: Sequence[Mapping[str, float]], config: TrainConfig) -> str:
-    """A line on a run whose loss says that all features are the same; "" for any other run.
-
-    Args:
-        records: the run's, of metrics.jsonl.
-        config: its settings.
-    """
-    if config.loss not in ("clip", "infonce") or config.matryoshka_dims:
-        return ""  # their loss of equal features is another one
-    if config.duplicates == "ignored":
-        return ""  # each row has candidates of its own
-    candidates = config.global_batch_size * (1 + config.hard_negatives)
-    collapsed = math.log(candidates)
-    # Equal features have the loss ln(candidates), and no gradient. A healthy run may begin near
-    # this loss, but with gradients that are among its largest. So a run has collapsed if, in the
-    # later half of its records, at least ten, the loss is within 0.5% of that of equal features
-    # and the gradient's norm below 1% of the run's largest.
-    later = records[len(records) // 2 :]
-    largest = max((record.get("grad_norm", math.inf) for record in records), default=0.0)
-    flat = all(
-        abs(record.get("loss", math.inf) - collapsed) < 0.005 * collapsed
-        and record.get("grad_norm", math.inf) < 0.01 * largest < math.inf
-        for record in later
-    )
-    if len(later) < 10 or not flat:
-        return ""
-    return (
-        f"the run has collapsed: its loss stays at ln({candidates:,}) = {collapsed:.2f}, that of "
-        "equal features (a lower --lr, a longer --warmup or --grad-clip-norm may help)"
-    )
-
-
 def memory_bytes(device: torch.device) -> int:
     """Bytes in use: on a GPU the peak of allocated tensors, else the process's current RSS."""
     if device.type == "cuda":
@@ -91,55 +54,25 @@ def memory_bytes(device: torch.device) -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-class Display(AbstractContextManager["Display"]):
-    """A progress bar on a terminal; otherwise a line every ten seconds."""
+class Progress:
+    """Prints a line every ten seconds, and one for the last step."""
 
     def __init__(self, console: Console, total_steps: int, done: int) -> None:
-        self._console = console
-        self._total = total_steps
-        self._done = done
-        self._started_at = done
-        self._start = self._last_line = time.monotonic()
-        # Bar and memory would take the place of the steps and of the time left.
-        self._narrow = console.is_terminal and console.width < 80
-        self._bar = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            *([] if self._narrow else [BarColumn(bar_width=None)]),
-            TextColumn("{task.fields[text]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=console.quiet or not console.is_terminal,
-        )
-        self._task = self._bar.add_task("train", total=total_steps, completed=done, text="")
-
-    def __enter__(self) -> Display:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self._bar.disable:  # older versions of rich end it with an empty line all the same
-            self._bar.stop()
+        self._console, self._total, self._done = console, total_steps, done
+        self._start = self._last = time.monotonic()
 
     def update(self, step: int, record: dict[str, float]) -> None:
         """Show a record of the log, of step `step`."""
-        loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
-        speed, memory = record["pairs_per_second"], record["memory_bytes"]
-        text = f"loss {loss}  {speed:,.0f} pairs/s"
-        if not self._narrow:
-            text += f"  {memory / 2**30:.1f} GiB"
-        self._bar.update(self._task, completed=step, text=text)
         now = time.monotonic()
-        last = step == self._total
-        if not self._console.is_terminal and (last or now - self._last_line >= _LINE_EVERY):
-            self._last_line = now
-            left = (now - self._start) / (step - self._started_at) * (self._total - step)
-            self._console.print(
-                f"step {step}/{self._total}  {text}  {duration(left)} left",
-                soft_wrap=True,
-                highlight=False,
-            )
+        if step < self._total and now - self._last < LINE_EVERY:
+            return
+        self._last = now
+        loss = f"{record['loss']:.3f}" if "loss" in record else "not finite"
+        left = (now - self._start) / (step - self._done) * (self._total - step)
+        self._console.print(
+            f"step {step}/{self._total}  loss {loss}  {record['pairs_per_second']:,.0f} pairs/s  "
+            f"{record['memory_bytes'] / 2**30:.1f} GiB  {duration(left)} left"
+        )
 
 
 def duration(seconds: float) -> str:

@@ -1,427 +1,346 @@
 """How a step is divided, found by measurements on a GPU.
 
-`MicroBatchSize` chooses the number of pairs that go through the towers at a time, `KeptActivations`
-how many of these micro-batches are encoded once, with activations that wait for the second pass.
+`Division` has the number of pairs that go through the towers at a time, and how many of these
+micro-batches are encoded once, with activations that wait for the second pass. It follows from
+`Trials` of single micro-batches and from the memory that a step takes beside them, the `Room`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megabatch.config.settings import (
-    UNMEASURED_MICRO_BATCH,
-    TrainConfig,
-    activation_bytes,
-    unmeasured_micro_batch,
-)
+from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
-from megabatch.gradient_cache.batches import MicroBatch, divided, to_device
-from megabatch.gradient_cache.outputs import StepMemory
-from megabatch.gradient_cache.second_pass import OutOfMemoryOnAllRanks
+from megabatch.gradient_cache.batches import divided, to_device
+from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.gradient_cache.wrappers import Wrappers
-from megabatch.models.towers import locked_towers
-from megabatch.planning.machine import FRAGMENTATION
-from megabatch.planning.memory import loss_bytes, state_bytes
-from megabatch.planning.micro_batches import kept_at_most, kept_count
-from megabatch.planning.plan import GAIN, largest_of_fastest
-from megabatch.training.batch_norm import batch_norms
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout
-from megabatch.training.world import World
 
-#: The first size that is tried, and the smallest unless it does not fit.
-FIRST = UNMEASURED_MICRO_BATCH
-#: After this many sizes in a row without such a gain, no larger one is tried.
-WITHOUT_GAIN = 2
-#: Seconds that all trials may take together.
-SECONDS = 100.0
+#: The most pairs at a time until the size is known, if a first trial with `SAFE` shows no danger.
+FIRST, SAFE = 512, 64
+#: A larger size is worth it if it is faster by this share; of equally fast ones the largest is.
+GAIN = 0.02
+#: Seconds that a trial may take.
+SECONDS = 20.0
 
-_SAMPLE = 64  # pairs of a batch, repeated, that a micro-batch of one shape consists of
-_ROUNDS = 3  # timed repetitions
-
-
-class Gauge:
-    """A GPU's clock and memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def seconds(self) -> float:
-        """The time when all work launched so far is done."""
-        torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-    def usable(self) -> int:
-        """Bytes that are still available for tensors."""
-        return gpu_memory(self.device)[0] - self.allocated()
-
-    def allocated(self) -> int:
-        """Bytes of tensors."""
-        return torch.cuda.memory_allocated(self.device)
-
-    def peak(self) -> int:
-        """The most bytes of tensors since the last `reset`."""
-        return torch.cuda.max_memory_allocated(self.device)
-
-    def reset(self) -> None:
-        """Return unused memory to the device, and begin a new peak."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
+_FORWARD = 1 / 3  # of the time of forward and backward pass
+_USABLE = 0.95  # share of free memory that tensors can have, as the allocator leaves gaps
+_PASSES = 4  # of a trial, of which the first one compiles
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The measurements of one size, on a micro-batch with texts of medium length.
+    """The measurements of a micro-batch with texts of medium length.
 
     Attributes:
-        first: seconds per pair of a forward pass without a graph.
-        second: seconds per pair of the second pass, and of a locked tower's forward pass.
-        graph: bytes of a micro-batch's activations.
-        peak: the most bytes in addition to those before.
+        seconds: of a pair's forward and backward pass.
+        graph: bytes of its activations.
+        peak: the most bytes that it takes, the graph and its inputs among them.
     """
 
-    first: float
-    second: float
-    graph: int
-    peak: int
+    seconds: float
+    graph: float
+    peak: float
+
+    def times(self, factor: float) -> Trial:
+        """The same for a micro-batch that takes so many times as much memory."""
+        return replace(self, graph=self.graph * factor, peak=self.peak * factor)
 
 
-class MicroBatchSize:
-    """The micro-batch size of a run: given, fixed or, if it is "auto" on a GPU, measured.
-
-    With batch normalisation the size changes what is learnt, so "auto" is a fixed size there.
+@dataclass(frozen=True)
+class Room:
+    """The memory of a step, the least of all ranks, by which sizes are judged.
 
     Attributes:
-        rows: the size; before a measurement, that of a run without any.
-        measured: whether it was measured, in this run or before it was resumed.
-        gauge: measures sizes; None if there is nothing to measure.
+        share: the most pairs of a rank.
+        ranks: number of ranks.
+        usable: bytes that tensors can have in total.
+        peak: the most bytes of a step in which no graph waits.
+        beside: these without a micro-batch's own.
+        bound: the most bytes for kept activations; None: all that are left.
+    """
+
+    share: int
+    ranks: int
+    usable: float
+    peak: float
+    beside: float
+    bound: int | None
+
+    def fits(self, size: int, trial: Trial) -> bool:
+        """Whether a step with micro-batches of this size has enough memory."""
+        waiting = trial.graph if size >= self.share else 0.0  # a single one is encoded once
+        return max(self.peak + waiting, self.beside + trial.peak) <= self.usable
+
+    def kept(self, size: int, trial: Trial) -> int:
+        """How many micro-batches' activations can wait for the second pass.
+
+        A single micro-batch is encoded once in any case. On several ranks the one that synchronises
+        gradients is always encoded again.
+        """
+        count = -(-self.share // size)
+        if count == 1:
+            return 0
+        left = self.usable - max(self.peak, self.beside + trial.peak)
+        room = left if self.bound is None else min(left, self.bound)
+        return max(0, min(count - (self.ranks > 1), int(room // max(1.0, trial.graph))))
+
+    def seconds(self, size: int, trial: Trial) -> float:
+        """Seconds per pair in the towers, with the activations kept that fit."""
+        count = -(-self.share // size)
+        twice = 0.0 if count == 1 else 1 - self.kept(size, trial) / count
+        return trial.seconds * (1 + _FORWARD * twice)
+
+    def fastest(self, tried: Mapping[int, Trial]) -> int:
+        """The largest of the sizes that are about as fast as the fastest: it has few launches."""
+        seconds = {size: self.seconds(size, trial) for size, trial in tried.items()}
+        limit = (1 + GAIN) * min(seconds.values())
+        return max(size for size, each in seconds.items() if each <= limit)
+
+
+def search(
+    attempt: Callable[[int], Trial], first: int, trial: Trial, room: Room
+) -> dict[int, Trial]:
+    """Try sizes, doubled while that is worth it, and a rank's whole share; returns the trials.
+
+    Args:
+        attempt: measures a size, the same on all ranks.
+        first: the first size. trial: its measurements.
+        room: what sizes have to fit in.
+    """
+    tried, in_vain = {first: trial}, 0
+    doubled = [first << k for k in range(1, 32) if first << k < room.share]
+    for size in [*doubled, room.share] if first < room.share else []:
+        most = max(tried)
+        expected = tried[most].times(size / most)
+        quick = _PASSES * size * expected.seconds <= SECONDS
+        worth_it = in_vain < 2 or size == room.share
+        if not (worth_it and quick and room.fits(size, expected)):
+            continue
+        found = attempt(size)
+        if not room.fits(size, found):
+            continue
+        best = min(room.seconds(each, one) for each, one in tried.items())
+        in_vain = 0 if room.seconds(size, found) * (1 + GAIN) < best else in_vain + 1
+        tried[size] = found
+    return tried
+
+
+class Division:
+    """The division of a run's steps into micro-batches, the same on all ranks.
+
+    The size is given, fixed or, if it is "auto" on a GPU, measured. Before that, two steps keep no
+    activations and have at most 512 pairs at a time: the first one creates the optimizer's state
+    and libraries' workspaces, and the second one's peak shows how much memory is left. With batch
+    normalisation the size changes what is learnt, so "auto" is a fixed size.
+
+    Attributes:
+        rows: pairs that go through the towers at a time.
+        kept: how many micro-batches of a step are encoded once, the last ones.
+        searches: whether the size is to be measured, or was.
+        measures: whether size or number are still to be measured.
     """
 
     def __init__(
-        self,
-        config: TrainConfig,
-        module: nn.Module,
-        world: World,
-        tell: Callable[[str], None] = print,
+        self, config: TrainConfig, layout: Layout, tell: Callable[[str], None] = print
     ) -> None:
-        """`tell` is called with a line for the user on the size that was found."""
-        self._config, self._module, self._world, self._tell = config, module, world, tell
-        self.rows = unmeasured_micro_batch(config)
-        self.measured = False
-        auto = config.micro_batch_size == "auto" and not batch_norms(module)
-        self.gauge = Gauge(world.device) if auto and world.device.type == "cuda" else None
-        self._conditions = conditions(config, world)
+        """`tell` is called with a line for the user on each choice."""
+        device = layout.world.device
+        self._layout, self._tell, self._steps = layout, tell, 0
+        self._share = -(-config.global_batch_size // layout.world.size)
+        self._bound = activation_bytes(config, device.type)
+        on_gpu = device.type == "cuda"
+        auto = config.micro_batch_size == "auto" and not batch_norms(layout.module)
+        self.searches = on_gpu and auto
+        rows = FIRST if self.searches else unmeasured_micro_batch(config)
+        self.rows = min(self._share, rows)
+        self.kept = 0
+        self.measures = self.searches or (on_gpu and self._bound != 0 and self.rows < self._share)
+        self._conditions = [
+            torch.cuda.get_device_name(device) if on_gpu else "cpu",
+            *(layout.world.size, config.parallel, config.grad_checkpointing, config.torchcompile),
+            *(config.trim_texts, config.activation_memory, config.micro_batch_size),
+        ]
 
-    def find(
-        self,
-        step: CachedStep,
-        batch: Batch,
-        layout: Layout,
-        autocast: Callable[[], AbstractContextManager[Any]],
-        *,
-        optimizer_state: bool,
-    ) -> bool:
-        """Measure, if that is still to be done; all ranks call it before each step.
+    def before_step(self, trials: Trials) -> bool:
+        """Before the first step, take a size that is sure to fit; returns whether it is smaller.
+
+        All ranks call it before each step while something is to be measured.
+        """
+        world = self._layout.world
+        if not self.searches or self._steps or min(world.gather(trials.pairs)) == 0:
+            return False
+        rows, size = self.rows, min(self.rows, SAFE)
+        with without_a_trace(self._layout):
+            trial = self._agreed(trials, size)
+        left = min(world.gather(_usable(world.device))) / 2  # for the optimizer and the loss
+        while self.rows > size and trial.peak * self.rows / size > left:
+            self.rows = max(size, self.rows // 2)
+        return self.rows < rows
+
+    def after_step(self, trials: Trials, longer: float) -> bool:
+        """After the second step, measure; returns whether that was done.
+
+        All ranks call it after each step while something is to be measured. If one has no pairs,
+        the next step measures.
 
         Args:
-            step: of the trainer, whose towers, lengths and device are used.
-            batch: this rank's part of the step's batch.
-            layout: of the module.
-            autocast: makes the context of the forward passes.
-            optimizer_state: whether the optimizer's state is in memory already.
-
-        Returns:
-            Whether the size is known only now. It is not if a rank has no pairs; then the next step
-            measures.
-
-        Raises:
-            OutOfMemory: memory runs out with one pair on some rank.
+            trials: of the step's batch.
+            longer: how many times as many tokens a micro-batch of another batch may have.
         """
-        gauge, world, config = self.gauge, self._world, self._config
-        if self.measured or gauge is None or min(world.gather(len(batch))) == 0:
+        world = self._layout.world
+        self._steps += 1
+        if self._steps == 1:
+            torch.cuda.reset_peak_memory_stats(world.device)
+        if self._steps == 1 or min(world.gather(trials.pairs)) == 0:
             return False
-        trials = Trials(step, batch, gauge, autocast)
-        rows = -(-config.global_batch_size // world.size)
-
-        def room() -> int:
-            return gauge.usable() - self._reserved(rows, trials.features, optimizer_state)
-
-        def restart() -> None:
-            if not layout.abandon_step():
-                raise OutOfMemory(
-                    "out of memory while micro-batch sizes were tried, after which FSDP2 of this "
-                    "torch cannot continue; set --micro-batch-size to a number"
-                )
-            layout.gather_weights()
-
-        with without_a_trace(layout, world.device):
-            search = Search(
-                *(trials, rows, world, room, gauge.seconds),
-                restart=restart,
-                bound=activation_bytes(config, world.device.type),
-            )
-            self.rows = search.find()
-        gauge.reset()
-        self.measured = True
-        self._tell(search.summary(self.rows))
+        peak = torch.cuda.max_memory_allocated(world.device)
+        free, rows = _usable(world.device), self.rows
+        with without_a_trace(self._layout):
+            first = self._agreed(trials, rows, longer)
+            own = (-free, peak, peak - first.peak / longer)
+            usable, peak, beside = map(max, zip(*world.gather(own), strict=True))
+            room = Room(self._share, world.size, -usable, peak, beside, self._bound)
+            tried = {rows: first}
+            if self.searches:
+                tried = search(lambda size: self._agreed(trials, size, longer), rows, first, room)
+        self.rows, self.measures = room.fastest(tried), False
+        self.kept = room.kept(self.rows, tried[self.rows])
+        torch.cuda.reset_peak_memory_stats(world.device)
+        count, mib = -(-self._share // self.rows), tried[self.rows].graph / 2**20
+        rates = ", ".join(f"{s:,}: {1 / room.seconds(s, t):,.0f}" for s, t in tried.items())
+        self._tell(
+            f"micro-batches of {plural(self.rows, 'pair')} (pairs/s through the towers: {rates}); "
+            f"the activations of {self.kept} of {count} are kept, {mib:,.1f} MiB each"
+        )
         return True
 
-    def _reserved(self, rows: int, features: Tensor, optimizer_state: bool) -> int:
-        """Bytes that a step takes in addition to a micro-batch, and that are not allocated yet."""
-        config, module = self._config, self._module
-        width, dtype = features.shape[-1], features.dtype
-        locked = locked_towers(module)
-        kind, ranks = self._world.device.type, self._world.size
-        later = 0 if optimizer_state else state_bytes(module, config, ranks).optimizer
-        # At the end of the first pass micro-batches are concatenated: both copies exist.
-        cached = 2 * (2 + config.hard_negatives) * rows * width * dtype.itemsize
-        return later + cached + loss_bytes(config, rows, width, dtype, kind, ranks, locked)
+    def less_memory(self) -> str:
+        """What to say if memory runs out in a step."""
+        if self.kept:
+            kept = plural(self.kept, "micro-batch")
+            return (
+                f"out of memory with the activations of {kept} kept; continue with --resume and a "
+                "smaller --activation-memory (0 keeps none)"
+            )
+        return (
+            f"out of memory with {plural(self.rows, 'pair')} at a time (a smaller "
+            "--micro-batch-size, --grad-checkpointing and --parallel fsdp need less)"
+        )
 
     def state(self) -> dict[str, Any]:
         """The choice, for a checkpoint."""
-        return {"rows": self.rows if self.measured else None, "conditions": self._conditions}
+        made = None if self.measures else (self.rows, self.kept)
+        return {"made": made, "conditions": self._conditions}
 
-    def load_state(self, state: dict[str, Any]) -> bool:
-        """Take over a size that was measured in the same conditions on all ranks.
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over a choice that was made in the same conditions on all ranks."""
+        same = bool(state["made"]) and state["conditions"] == self._conditions
+        if self.measures and all(self._layout.world.gather(same)):
+            (self.rows, self.kept), self.measures = state["made"], False
 
-        Returns:
-            Whether there was one.
-        """
-        same = bool(state.get("rows")) and state["conditions"] == self._conditions
-        if self.gauge is None or not all(self._world.gather(same)):
-            return False
-        self.rows, self.measured = state["rows"], True
-        return True
-
-
-class Search:
-    """Finds the fastest size by trials, the same ones in the same order on all ranks.
-
-    Sizes are doubled as long as that is expected to fit and is worth it; the size of a rank's whole
-    share, which is encoded once, is tried in any case. The size is that of `largest_of_fastest`.
-
-    Args:
-        trial: measures a size on this rank; None if it does not fit.
-        largest: the most rows that a rank has.
-        world: the ranks.
-        room: bytes that a trial's peak may take; called after the first trial.
-        clock: seconds.
-        restart: called on all ranks after a size did not fit on some of them.
-        bound: bytes for kept activations; None: all that are left.
-    """
-
-    def __init__(
-        self,
-        trial: Callable[[int], Trial | None],
-        largest: int,
-        world: World,
-        room: Callable[[], int],
-        clock: Callable[[], float],
-        *,
-        restart: Callable[[], None],
-        bound: int | None = 0,
-    ) -> None:
-        self._restart = restart
-        self._trial, self._largest, self._world = trial, largest, world
-        self._measure_room, self._clock, self._bound = room, clock, bound
-        self._room: int | None = None
-        self._began = clock()
-        self._elapsed = self._last = 0.0
-        self.tried: dict[int, Trial] = {}
-
-    def find(self) -> int:
-        """The size.
-
-        Raises:
-            OutOfMemory: memory runs out with one row.
-        """
-        size = first = min(FIRST, self._largest)
-        while not self._fits(size):
-            if size == 1:
-                raise OutOfMemory("out of memory with a single pair at a time")
-            size //= 2
-        if size < first:
-            return size
-        in_vain = 0
-        while size * 2 < self._largest and in_vain < WITHOUT_GAIN:
-            best = min(map(self.seconds, self.tried))
-            if not self._promising(size * 2) or not self._fits(size * 2):
-                break
-            size *= 2
-            in_vain = 0 if self.seconds(size) * (1 + GAIN) < best else in_vain + 1
-        if self._largest not in self.tried and self._promising(self._largest):
-            self._fits(self._largest)
-        return largest_of_fastest({size: self.seconds(size) for size in self.tried})
-
-    def seconds(self, size: int) -> float:
-        """Seconds per pair with a size that was tried, with the activations kept that fit."""
-        trial, micro_batches = self.tried[size], -(-self._largest // size)
-        if micro_batches == 1:
-            return trial.second
-        assert self._room is not None
-        room = self._room - (trial.peak - trial.graph)
-        possible = kept_at_most(micro_batches, self._world.size)
-        kept = kept_count([(trial.graph, micro_batches)], possible, self._bound, room)
-        return trial.second + trial.first * (1 - kept / micro_batches)
-
-    def summary(self, chosen: int) -> str:
-        """A line for the user, with the rates of one process."""
-        rates = ", ".join(f"{s:,}: {1 / self.seconds(s):,.0f}" for s in sorted(self.tried))
-        return (
-            f"micro-batches of {plural(chosen, 'pair')}, found in {self._elapsed:.0f} s (pairs/s "
-            f"through the towers with {rates})"
-        )
-
-    def _promising(self, size: int) -> bool:
-        """Whether a size should fit, in memory and in time, by the largest one that was tried."""
-        assert self._room is not None
-        most = max(self.tried)
-        trial = self.tried[most]
-        of_pair = (2 + _ROUNDS) * (trial.first + trial.second)  # seconds of a trial
-        compilation = max(0.0, self._last - most * of_pair)
-        seconds = self._elapsed + size * of_pair + compilation
-        return seconds <= SECONDS and trial.peak * size / most <= self._room
-
-    def _fits(self, size: int) -> bool:
-        """Try a size on all ranks, and keep its measurements: the largest of all ranks."""
-        own = self._trial(size)
-        if self._room is None and own is not None:
-            self._room = self._measure_room()
-        seconds = self._clock() - self._began
-        found = self._world.gather((own and astuple(own), self._room, seconds))
-        trials, rooms, elapsed = zip(*found, strict=True)
-        self._last = max(elapsed) - self._elapsed
-        self._elapsed += self._last
-        if any(trial is None for trial in trials):
-            self._restart()
-            return False
-        self._room = min(rooms)
-        trial = Trial(*map(max, zip(*trials, strict=True)))
-        fits = trial.peak <= self._room or size == 1  # nothing smaller could be tried
-        if fits:
-            self.tried[size] = trial
-        return fits
+    def _agreed(self, trials: Trials, size: int, longer: float = 1.0) -> Trial:
+        """A trial, with the largest measurements of all ranks."""
+        world = self._layout.world
+        try:
+            own = trials(size)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"rank {world.rank}: out of memory in a trial with {plural(size, 'pair')} at a "
+                "time; set --micro-batch-size to a smaller number"
+            ) from error
+        found = world.gather(astuple(own))
+        return Trial(*map(max, zip(*found, strict=True))).times(longer)
 
 
 class Trials:
     """Runs micro-batches of a size through the towers, as both passes of a step do.
 
-    Texts are those of the batch, sorted and cut as in a step; but the peak is that of whole ones,
-    as another batch may have longer texts. Other inputs are copies of its first rows: late images
-    are not decoded for nothing.
+    Their pairs are those of a batch, the texts sorted and cut as in a step.
 
-    Attributes:
-        features: an output (n, width) of the last trial's towers.
+    Args:
+        step: of the trainer, whose towers, lengths and device are used.
+        batch: this rank's part of a step's batch.
+        autocast: makes the context of the forward passes.
     """
 
-    features: Tensor
-
     def __init__(
-        self,
-        step: CachedStep,
-        batch: Batch,
-        gauge: Gauge,
-        autocast: Callable[[], AbstractContextManager[Any]],
+        self, step: CachedStep, batch: Batch, autocast: Callable[[], AbstractContextManager[Any]]
     ) -> None:
-        self._module, self._locked, self._device = step.module, step.locked, step.device
-        self._sorted = step.sorted_towers(batch)
-        self._samples = {
-            tower: to_device(inputs[:_SAMPLE], self._device)
-            for tower, inputs in (("image", batch.images), ("text", batch.texts))
-            if tower not in self._sorted
-        }
-        self._pairs, self._gauge, self._autocast = len(batch), gauge, autocast
+        self._step, self._batch, self._autocast = step, batch, autocast
+        self.pairs = len(batch)
 
-    def __call__(self, size: int) -> Trial | None:
-        """The measurements of a size; None if memory runs out."""
-        self._gauge.reset()
-        try:
-            return self._measured(min(size, self._pairs))
-        except torch.OutOfMemoryError:
-            pass
-        finally:  # not in the handler: the exception keeps tensors alive
-            self._module.zero_grad(set_to_none=True)
-        return None
-
-    def _measured(self, size: int) -> Trial:
-        gauge = self._gauge
-        before = gauge.allocated()
-        copies = {
-            tower: sample.repeat(-(-size // len(sample)), *[1] * (sample.ndim - 1))[:size]
-            for tower, sample in self._samples.items()
-        }
-        rows = slice(0, size)
-        whole = {tower: texts.batch[rows] for tower, texts in self._sorted.items()}
-        largest = copies | {t: to_device(texts, self._device) for t, texts in whole.items()}
-        self._passes(largest)
-        largest_bytes = sum(tensor.nbytes for tensor in largest.values())
-        middle = divided(self._pairs, size, self._sorted)[-(-self._pairs // size) // 2]
-        inputs = self._inputs(middle, copies)
-        self._passes(inputs)
-        first, second, graph = min(
-            (self._passes(inputs) for _ in range(_ROUNDS)), key=lambda figures: sum(figures[:2])
-        )
-        pairs = middle.rows.stop - middle.rows.start
+    def __call__(self, size: int) -> Trial:
+        """The measurements of a size; raises torch.OutOfMemoryError."""
+        torch.cuda.empty_cache()
+        device = self._step.device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        inputs, pairs = self._inputs(min(size, self.pairs))
+        passes = [self._pass(inputs) for _ in range(_PASSES)]
+        seconds, graph = min(passes[1:])
         # Another micro-batch's inputs are on their way while one is computed.
-        return Trial(first / pairs, second / pairs, graph, gauge.peak() - before + largest_bytes)
+        peak = torch.cuda.max_memory_allocated(device) - before
+        peak += sum(tensor.nbytes for tensor in inputs.values())
+        self._step.module.zero_grad(set_to_none=True)
+        return Trial(seconds / pairs, graph, peak)
 
-    def _inputs(self, micro_batch: MicroBatch, copies: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Inputs of each tower for a micro-batch, on the device."""
-        rows = micro_batch.rows
-        cut = {
-            tower: to_device(texts.take(micro_batch.of(tower)), self._device)
-            for tower, texts in self._sorted.items()
-        }
-        return {tower: part[: rows.stop - rows.start] for tower, part in copies.items()} | cut
+    def _inputs(self, size: int) -> tuple[dict[str, Tensor], int]:
+        """Inputs by tower of the middle micro-batch of this size, on the device; and its pairs."""
+        batch, device = self._batch, self._step.device
+        by_length = self._step.sorted_towers(batch)
+        parts = divided(self.pairs, size, by_length)
+        middle = parts[len(parts) // 2]
+        pairs = middle.rows.stop - middle.rows.start
+        inputs = {"image": batch.images[:pairs], "text": batch.texts[:pairs]}
+        inputs |= {tower: texts.take(middle.of(tower)) for tower, texts in by_length.items()}
+        return {tower: to_device(rows, device) for tower, rows in inputs.items()}, pairs
 
-    def _passes(self, inputs: dict[str, Tensor]) -> tuple[float, float, int]:
-        """Seconds of the first pass over a micro-batch and of the rest of a step; graph's bytes."""
-        gauge = self._gauge
-        start = gauge.seconds()
-        with torch.no_grad(), self._autocast():
-            self._trained(inputs)
-        middle = gauge.seconds()
+    def _pass(self, inputs: dict[str, Tensor]) -> tuple[float, int]:
+        """Seconds of a forward and backward pass over a micro-batch, and bytes of the graph."""
+        device, locked = self._step.device, self._step.locked
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
         with self._autocast():
-            if self._locked is not None:
+            if locked is not None:
                 with torch.no_grad():
-                    self._encode({self._locked: inputs[self._locked]})
-            before = gauge.allocated()
-            outputs = self._trained(inputs)
-            graph = gauge.allocated() - before
+                    self._encode({locked: inputs[locked]})
+            before = torch.cuda.memory_allocated(device)
+            outputs = self._encode({t: part for t, part in inputs.items() if t != locked})
+            graph = torch.cuda.memory_allocated(device) - before
             trained = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
-        self.features = next(t.detach() for t in outputs if t.ndim == 2)
-        return middle - start, gauge.seconds() - middle, graph
-
-    def _trained(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        return self._encode({t: part for t, part in inputs.items() if t != self._locked})
+        torch.cuda.synchronize(device)
+        return time.perf_counter() - start, graph
 
     def _encode(self, inputs: dict[str, Tensor]) -> list[Tensor]:
-        outputs = self._module(inputs.get("image"), inputs.get("text"))
+        outputs = self._step.module(inputs.get("image"), inputs.get("text"))
         return [output for output in outputs.values() if output is not None]
 
 
+def _usable(device: torch.device) -> float:
+    """Bytes that tensors can have in total on a GPU."""
+    return _USABLE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+
+
 @contextlib.contextmanager
-def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
+def without_a_trace(layout: Layout) -> Iterator[None]:
     """Run forward and backward passes inside that change nothing and synchronise no gradients.
 
-    Afterwards buffers and torch's random numbers are as before, and there are no gradients. (Blocks
-    stay compiled for the shapes that they had inside, as a step needs some of them.)
-
-    FSDP2's whole weights are gathered beforehand. So ranks need not make the same passes inside,
-    for example if memory runs out on one of them.
+    Afterwards buffers and torch's random numbers are as before, and there are no gradients. FSDP2's
+    whole weights are gathered beforehand, so ranks need not make the same passes inside.
     """
-    module = layout.module
+    module, device = layout.module, layout.world.device
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
     unsynchronised = Wrappers(layout.model.modules()).synchronising(False)
     devices = [device] if device.type == "cuda" else []
@@ -437,133 +356,11 @@ def without_a_trace(layout: Layout, device: torch.device) -> Iterator[None]:
             buffer.copy_(buffers[name])
 
 
-class KeptActivations:
-    """Chooses the number of micro-batches whose activations are kept, the same on all ranks.
+def batch_norms(module: nn.Module) -> list[nn.Module]:
+    """The layers that normalise over a micro-batch: those of a locked tower do not.
 
-    On a GPU it follows from measurements. The first two steps keep none: the first one creates the
-    optimizer's state and libraries' workspaces, and the second one's peak shows how much memory is
-    free, and the size of each micro-batch's graph. On the CPU, whose allocator reports no peak,
-    memory is bounded by the setting alone, and a micro-batch's activations are counted as in a
-    plan.
-
-    Attributes:
-        count: micro-batches kept per step; None before it is known.
+    Statistics are those of the samples that go through the model together, the same in both passes.
+    So a run depends on the micro-batch size, and gradients are exact for that function, not for one
+    that normalises over the whole batch.
     """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        world: World,
-        micro_batch_size: int,
-        tell: Callable[[str], None] = print,
-    ) -> None:
-        """`tell` is called with a line for the user on each choice."""
-        self._world, self._tell = world, tell
-        self._device = world.device
-        self._bound = activation_bytes(config, world.device.type)
-        rows = -(-config.global_batch_size // world.size)
-        micro_batches = -(-rows // micro_batch_size)
-        self._micro_batches = micro_batches
-        self._possible = kept_at_most(micro_batches, world.size)
-        self._steps = 0
-        none = self._bound == 0 or not self._possible
-        self.count: int | None = 0 if none else None
-        self._conditions = [*conditions(config, world), micro_batch_size]
-
-    @property
-    def measures(self) -> bool:
-        """Whether the number follows from steps on a GPU, and is not known yet."""
-        return self.count is None and self._device.type == "cuda"
-
-    def choose(self, graphs: Sequence[int], room: int | None = None) -> None:
-        """Set the number, by agreement of all ranks.
-
-        Args:
-            graphs: bytes of each micro-batch's activations, of which the last ones are kept; or of
-                one micro-batch, if all have as many.
-            room: bytes that are free for them; None if only the setting bounds them.
-        """
-        if len(graphs) == 1:
-            graphs = [*graphs] * self._micro_batches
-        own = kept_count([(graph, 1) for graph in graphs], self._possible, self._bound, room)
-        self.count = min(self._world.gather(own))
-        if self._micro_batches == 1:  # encoded once, whatever the setting
-            return
-        mean = statistics.mean(graphs[-self.count :])  # of all if none is kept
-        others = "" if self.count == self._micro_batches else "; the others are encoded twice"
-        self._tell(
-            f"the activations of {self.count} of {self._micro_batches} micro-batches "
-            f"({mean / 2**20:,.1f} MiB each) are kept for the backward pass{others}"
-        )
-
-    def after_step(self, memory: StepMemory, longer_texts: float = 1.0) -> None:
-        """Measure, if a number is still to be chosen; all ranks call it after each step.
-
-        Args:
-            memory: of the steps so far.
-            longer_texts: how many times as many tokens a micro-batch of another batch may have.
-        """
-        if not self.measures:
-            return
-        self._steps += 1
-        if self._steps == 1:
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        graphs = [*map(sum, zip(*memory.graphs.values(), strict=True))]
-        usable, peak = gpu_memory(self._device)
-        # The graphs stay in memory during the loss, in addition to all that the step had until its
-        # second pass. They go backward before others are encoded, so the second pass's own graph is
-        # one of them: the median, as the first one has autocast's casts of weights, too.
-        second_pass = peak - int(statistics.median(graphs))
-        room = usable - max(memory.peak_before_second_pass, second_pass)
-        # Micro-batches have equal tokens, so all graphs would be as much larger.
-        self.choose(graphs, int(room / longer_texts))
-
-    def fewer(self, layout: Layout, error: torch.OutOfMemoryError) -> bool:
-        """Halve the number after memory ran out; False if no activations were kept.
-
-        Raises:
-            OutOfMemory: the step cannot be repeated. Other ranks do not know of the error, and may
-                be waiting for this one inside a collective; or FSDP2 cannot.
-        """
-        if not self.count:
-            return False
-        agreed = self._world.size == 1 or isinstance(error, OutOfMemoryOnAllRanks)
-        if not (agreed and layout.abandon_step()):
-            raise OutOfMemory(
-                f"rank {self._world.rank}: out of memory with the activations of "
-                f"{plural(self.count, 'micro-batch')} kept; continue with --resume and a smaller "
-                "--activation-memory (0 keeps none)"
-            )
-        before, self.count = self.count, self.count // 2
-        self._tell(
-            f"out of memory with the activations of {plural(before, 'micro-batch')}: the step is "
-            f"repeated with those of {self.count}"
-        )
-        return True
-
-    def state(self) -> dict[str, Any]:
-        """The choice, for a checkpoint."""
-        return {"count": self.count, "conditions": self._conditions}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over the choice of a run in the same conditions on all ranks, or make it again."""
-        same = state.get("conditions") == self._conditions
-        if all(self._world.gather(same)):
-            self.count = state["count"]
-
-
-def conditions(config: TrainConfig, world: World) -> list[Any]:
-    """A resumed run takes over a choice that was made in the same conditions."""
-    on_gpu = world.device.type == "cuda"
-    return [
-        torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
-        *(world.size, config.parallel, config.grad_checkpointing, config.torchcompile),
-        *(config.trim_texts, config.activation_memory),
-    ]
-
-
-def gpu_memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that tensors can have in total on a GPU, and the allocator's peak."""
-    usable = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return int(usable * (1 - FRAGMENTATION)), torch.cuda.max_memory_allocated(device)
+    return [m for m in module.modules() if isinstance(m, BATCH_NORMS) and m.training]

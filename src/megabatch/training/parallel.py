@@ -22,16 +22,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.errors import UsageError
 from megabatch.models.blocks import blocks
-from megabatch.ranks import ranks_by_value
 from megabatch.training.world import World
-
-
-class ReplicasDiffer(UsageError):
-    """Replicated parameters have diverged; gradients have been wrong since then."""
-
-    exit_code = 1  # not a mistake in the command
 
 
 @dataclass(frozen=True)
@@ -59,26 +51,6 @@ class Layout:
         """Make FSDP2's weights whole on all ranks, as a forward pass does."""
         for module in fsdp_modules(self.module):
             module.unshard()
-
-    def abandon_step(self) -> bool:
-        """Discard all that an error inside a step left in FSDP2; all ranks must call this.
-
-        Returns:
-            Whether another step is possible: FSDP2 before torch 2.13 cannot begin anew.
-        """
-        if not isinstance(self.module, FSDPModule):
-            return True
-        if not hasattr(FSDPModule, "reset_iter_state"):
-            return False
-        module: Any = self.module
-        module.reset_iter_state()
-        # torch 2.13 and 2.14 leave the gradients of unsharded weights, which would be part of the
-        # next step's. They can be reached while the weights are unsharded.
-        self.gather_weights()
-        module.zero_grad(set_to_none=True)
-        self.end_step()
-        module.zero_grad(set_to_none=True)
-        return True
 
     def gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Full tensors on rank 0's host, in the shapes of one process; {} on other ranks.
@@ -156,16 +128,6 @@ def _replicate(module: nn.Module) -> DistributedDataParallel:
     return DistributedDataParallel(module, **options)
 
 
-def running_statistics(module: nn.Module) -> list[Tensor]:
-    """The running statistics of batch normalisation, which differ between ranks."""
-    return [
-        buffer
-        for part in module.modules()
-        if getattr(part, "track_running_stats", False)
-        for buffer in part.buffers(recurse=False)
-    ]
-
-
 def _scalars_to_vectors(module: nn.Module) -> frozenset[str]:
     names = [name for name, parameter in module.named_parameters() if parameter.ndim == 0]
     for name in names:
@@ -185,41 +147,3 @@ def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
     """The norm of the gradient over all parameters and shards, the same on every rank."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     return full(torch.nn.utils.get_total_norm(gradients))
-
-
-def check_replicas(module: nn.Module, world: World) -> None:
-    """Compare parameters and buffers over the ranks, bit by bit, by a checksum of each.
-
-    Costs one pass over them and one exchange between hosts. FSDP2's shards are left out, as no two
-    ranks share them, and so are running statistics, which each rank collects from its own samples.
-
-    Raises:
-        ReplicasDiffer: on every rank; names the tensors and the ranks that disagree.
-    """
-    own = {id(buffer) for buffer in running_statistics(module)}
-    tensors = {
-        name: tensor.detach()
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if id(tensor) not in own and not isinstance(tensor, DTensor) and tensor.numel()
-    }
-    if world.size == 1 or not tensors:
-        return
-    sums = torch.stack([_checksum(tensor) for tensor in tensors.values()]).tolist()
-    table = zip(tensors, zip(*world.gather(sums), strict=True), strict=True)
-    differ = [
-        f"{name} ({' against '.join(ranks_by_value(found).values())})"
-        for name, found in table
-        if len(set(found)) > 1
-    ]
-    if differ:
-        more = f" and {len(differ) - 5} more" if len(differ) > 5 else ""
-        raise ReplicasDiffer(f"parameters differ between ranks: {', '.join(differ[:5])}{more}")
-
-
-def _checksum(tensor: Tensor) -> Tensor:
-    """An int64 that changes, most likely, if any bit does or if two values change places."""
-    bits = tensor.contiguous().flatten().view(torch.uint8)
-    width = next(size for size in (4, 2, 1) if bits.numel() % size == 0)
-    words = bits.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]).long()
-    places = torch.arange(1, len(words) + 1, device=words.device)
-    return (words * places).sum() & ((1 << 62) - 1)

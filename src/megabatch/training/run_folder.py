@@ -8,15 +8,12 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from megabatch import files
 from megabatch.config.file import load_config, to_dict
 from megabatch.config.settings import MayChange, TrainConfig
 from megabatch.errors import UsageError, all_of
 from megabatch.hints import option, settings_of
-
-_NAME = "run.lock"
 
 
 @contextlib.contextmanager
@@ -28,32 +25,25 @@ def own_folder(config: TrainConfig) -> Iterator[None]:
     Raises:
         UsageError: another process has the lock, or the folder cannot be used for this run.
     """
-    with locked(config.output):
-        if reasons := folder_problems(config):  # again: it may have been used before the lock
-            raise UsageError(all_of(reasons))
-        yield
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold a folder's lock, see `own_folder`."""
+    folder = config.output
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / _NAME).open("a+", encoding="utf-8") as file:
+    with (folder / "run.lock").open("a+", encoding="utf-8") as file:
         try:
             # A lock of the process, not of the open file: data workers that outlive a killed
             # process do not keep it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.truncate(0)
+            since = time.strftime("%Y-%m-%d %H:%M:%S")
+            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            file.flush()
         except (BlockingIOError, PermissionError):
             file.seek(0)
             holder = file.read().strip() or "another process"
             raise UsageError(f"--output: {folder} is being written by {holder}") from None
         except OSError:
-            yield
-            return
-        file.truncate(0)
-        since = time.strftime("%Y-%m-%d %H:%M:%S")
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-        file.flush()
+            pass
+        if reasons := folder_problems(config):  # again: it may have been used before the lock
+            raise UsageError(all_of(reasons))
         yield
 
 

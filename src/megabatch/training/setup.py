@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from megabatch.config.file import FINE_TUNING, to_dict
 from megabatch.config.objective import create_objective
 from megabatch.config.problems import problems, schedule_problems
-from megabatch.config.settings import TrainConfig, unmeasured_micro_batch
+from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
 from megabatch.data.order import pairs_per_epoch
@@ -21,17 +21,14 @@ from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
-from megabatch.models.towers import lock
+from megabatch.models.towers import lock, set_modes
 from megabatch.models.weights import load_tower
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
+from megabatch.training.micro_batch import batch_norms
 from megabatch.training.optimizer import DEFAULT_WARMUP, warmup_steps
 from megabatch.training.run_folder import folder_problems
 from megabatch.training.world import World
-
-T = TypeVar("T")
-
-_NOTABLE = 0.1  # share of an epoch's pairs that is not used
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
@@ -61,7 +58,7 @@ def prepare(config: TrainConfig, world: World | None = None) -> Setup:
         world: its processes. Default: this one, on the CPU.
 
     Raises:
-        UsageError: the run is impossible, here or on another rank; the message has all reasons.
+        UsageError: the run is impossible, here or on another rank.
     """
     world = world or World(torch.device("cpu"))
     setup = world.attempt(lambda: _prepare(config, world))
@@ -73,32 +70,35 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     """As `prepare`, on this rank: the settings, the data, the model, and then the loader."""
     if reasons := problems(config, "model", "train_data"):
         raise UsageError(all_of(reasons))
+    if world.device.type == "cpu" and config.plan == "off" and activation_bytes(config, "cpu"):
+        asked = f"--activation-memory {config.activation_memory}"
+        raise UsageError(f"{asked}: on the CPU it needs a plan, which --plan off omits")
+    if world.main and (reasons := folder_problems(config) + trackers.problems(config)):
+        raise UsageError(all_of(reasons))
     notes = []
     if config.torchcompile is None:
         config = replace(config, torchcompile=world.device.type == "cuda")
         if config.torchcompile:
             notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
-    if world.main:
-        reasons += folder_problems(config) + trackers.problems(config)
 
-    dataset = _attempt(reasons, lambda: open_data(config))
-    if dataset is not None:
-        pairs = pairs_per_epoch(dataset)
-        if too_few := length_problems(config, pairs, world.size):
-            # Damaged sources may be the reason.
-            damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
-            reasons += too_few + damage
+    dataset = open_data(config)
+    pairs = pairs_per_epoch(dataset)
+    total_steps = config.steps or config.epochs * (pairs // config.global_batch_size)
+    if reasons := length_problems(config, pairs, total_steps, world.size):
+        # Damaged sources may be the reason.
+        damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
+        raise UsageError(all_of(reasons + damage))
 
     torch.manual_seed(config.seed)
-    towers = _attempt(reasons, lambda: build_towers(config))
-    transform = None
-    if dataset is not None and towers is not None:
-        reasons += kind_problems(config, getattr(dataset, "first", "image"), towers.first)
-        reasons += evaluating.problems(config, towers.first)
-        notes += model_notes(config, towers)
-        transform = _attempt(reasons, lambda: train_transform(config, towers))
-    if reasons or dataset is None or towers is None or transform is None:
-        raise UsageError(all_of(reasons))
+    towers = build_towers(config)
+    transform = train_transform(config, towers)
+    check_kind(config, getattr(dataset, "first", "image"), towers.first)
+    evaluating.check(config, towers.first)
+    notes += model_notes(config, towers, world.size)
+    warmup = warmup_steps(config, total_steps)
+    if config.warmup is None and warmup < DEFAULT_WARMUP:
+        of = plural(total_steps, "step")
+        notes.append(f"the warm-up takes {warmup} of {of} (--warmup changes it)")
 
     loader = PairLoader(
         dataset,
@@ -114,8 +114,6 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
         pinned=world.device.type == "cuda",
         negatives=config.hard_negatives,
     )
-    total_steps = _total_steps(config, pairs_per_epoch(dataset))
-    notes += length_notes(config, pairs_per_epoch(dataset), total_steps)
     return Setup(config, world, towers, loader, total_steps, notes)
 
 
@@ -126,29 +124,20 @@ def _check_ranks(setup: Setup) -> None:
     others than rank 0's they would draw their shares from another order of the pairs, or update
     their replicas differently.
     """
-    settings = {k: v for k, v in to_dict(setup.config).items() if k not in _OF_A_RANK}
-    tables = setup.world.gather((settings, len(setup.loader.dataset)))
-    first, pairs = tables[0]
-    for rank, (others, other_pairs) in enumerate(tables):
-        changed = [
-            f"{option(name)} is {value} on rank {rank}, {first[name]} on rank 0"
-            for name, value in others.items()
-            if value != first[name]
-        ]
-        if changed:
-            raise UsageError(
-                f"the processes have different settings: {', '.join(changed)} (give each the same "
-                "options, and the same --config or, with --resume alone, the run's folder)"
-            )
-        if other_pairs != pairs:
-            raise UsageError(
-                f"--train-data: {plural(other_pairs, 'pair')} on rank {rank}, {pairs:,} on rank 0; "
-                "expected the same files on all machines"
-            )
+    settings = to_dict(setup.config).items()
+    own = {option(name): value for name, value in settings if name not in _OF_A_RANK}
+    tables = setup.world.gather({**own, "number of pairs": len(setup.loader.dataset)})
+    for rank, table in enumerate(tables):
+        for name, value in table.items():
+            if value != tables[0][name]:
+                raise UsageError(
+                    f"the processes differ: {name} is {value} on rank {rank}, {tables[0][name]} on "
+                    "rank 0; expected the same options, --config, --resume folder and data"
+                )
 
 
-def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
-    """Lines on what a user may not expect of a model: its padding, its weights."""
+def model_notes(config: TrainConfig, towers: Towers, ranks: int = 1) -> list[str]:
+    """Lines on what a user may not expect of a model: its padding, weights, batch statistics."""
     notes = weight_notes(config)
     if config.trim_texts and not towers.lengths:
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
@@ -159,6 +148,14 @@ def model_notes(config: TrainConfig, towers: Towers) -> list[str]:
         notes.append(
             f"the text tower starts with random weights: those of {text.config.name_or_path}, "
             "which OpenCLIP would download, are not (--pretrained loads a file of the whole model)"
+        )
+    if layers := len(batch_norms(set_modes(towers.module))):
+        rows = min(unmeasured_micro_batch(config), -(-config.global_batch_size // ranks))
+        alone = " on each process alone, and keeps rank 0's running statistics" if ranks > 1 else ""
+        notes.append(
+            f"warning: {config.model} has batch normalisation ({plural(layers, 'layer')}). It "
+            f"normalises over {plural(rows, 'pair')} at a time{alone}: --micro-batch-size changes "
+            "what is learnt"
         )
     return notes
 
@@ -194,44 +191,26 @@ def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torc
         ) from error
 
 
-def kind_problems(config: TrainConfig, given: str, taken: str) -> list[str]:
-    """Reasons why the first inputs of pairs, "image" or "text", do not suit the model."""
+def check_kind(config: TrainConfig, given: str, taken: str) -> None:
+    """Raise a UsageError if the first inputs of pairs, "image" or "text", do not suit the model."""
     if config.decode == "late" and taken == "text":
-        return [f"--decode late: {config.model} takes texts, which are not decoded"]
-    if given == taken:
-        return []
-    hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
-    return [
-        f"--model {config.model}: it takes {taken}s with texts, but {config.train_data} "
-        f"has {given}s{hint}"
-    ]
+        raise UsageError(f"--decode late: {config.model} takes texts, which are not decoded")
+    if given != taken:
+        hint = " (--csv-query-key names the column of first texts)" if taken == "text" else ""
+        raise UsageError(
+            f"--model {config.model}: it takes {taken}s with texts, but {config.train_data} "
+            f"has {given}s{hint}"
+        )
 
 
-def length_problems(config: TrainConfig, pairs: int, ranks: int = 1) -> list[str]:
+def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: int) -> list[str]:
     """Reasons why a data set with this many pairs per epoch is too small for the run."""
     batch = with_value("global_batch_size", config.global_batch_size)
     if config.global_batch_size < ranks:
         return [f"{batch}: expected at least 1 for each of {ranks} processes"]
     if config.global_batch_size > pairs:
         return [f"{batch}: expected at most {pairs}, the pairs that there are"]
-    return schedule_problems(config, _total_steps(config, pairs))
-
-
-def length_notes(config: TrainConfig, pairs: int, total_steps: int) -> list[str]:
-    """Lines on a warm-up that is shorter than the default, and on pairs that fill no batch."""
-    notes, warmup = [], warmup_steps(config, total_steps)
-    if config.warmup is None and warmup < DEFAULT_WARMUP:
-        of = plural(total_steps, "step")
-        notes.append(f"the warm-up takes {warmup} of {of} (--warmup changes it)")
-    batches, rest = divmod(pairs, config.global_batch_size)
-    if rest >= _NOTABLE * pairs and total_steps >= batches:
-        size, left = pairs // (batches + 1), pairs % (batches + 1)
-        notes.append(
-            f"{rest:,} of {plural(pairs, 'pair')} are left out of each epoch (others each time), "
-            f"as they fill no batch of {config.global_batch_size:,}; --global-batch-size {size} "
-            f"would leave out {left or 'none'}"
-        )
-    return notes
+    return schedule_problems(config, total_steps)
 
 
 def open_data(config: TrainConfig) -> PairDataset:
@@ -298,15 +277,3 @@ def _freeze_unused(config: TrainConfig, module: nn.Module) -> None:
         bias.requires_grad_(False)
     if not takes & {"logit_scale", "temperature"}:
         module.get_parameter("logit_scale").requires_grad_(False)
-
-
-def _total_steps(config: TrainConfig, pairs: int) -> int:
-    return config.steps or config.epochs * (pairs // config.global_batch_size)
-
-
-def _attempt(reasons: list[str], make: Callable[[], T]) -> T | None:
-    try:
-        return make()
-    except UsageError as error:
-        reasons.append(str(error))
-        return None

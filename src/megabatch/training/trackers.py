@@ -8,12 +8,11 @@ and the run goes on without that tracker.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import json
 import os
 import re
 import secrets
-import signal
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -29,7 +28,7 @@ from megabatch import files
 from megabatch.config.file import to_dict
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import one_line
-from megabatch.imports import missing
+from megabatch.imports import MissingLibrary, named_extras
 
 Ended = Literal["finished", "interrupted", "failed"]
 
@@ -54,7 +53,10 @@ class TensorBoard:
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
         folder = config.output / "tensorboard"
-        _wait_for_another_second(folder)
+        # TensorBoard reads files in the order of their names, which begin with the second. In the
+        # same one, the resumed run's might come first; then the other one removes its points.
+        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
+            time.sleep(0.02)
         self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -63,18 +65,6 @@ class TensorBoard:
 
     def close(self, ended: Ended) -> None:
         self._writer.close()
-
-
-def _wait_for_another_second(folder: Path) -> None:
-    """Wait until the name of a new event file comes after those that there are.
-
-    TensorBoard reads files in the order of their names, which begin with the second. Of two files
-    of one second, the resumed run's may come first; then the other one removes its points.
-    """
-    names = [path.name for path in folder.glob("events.out.tfevents.*")]
-    latest = max((name.split(".")[3] for name in names), default="")
-    while f"{int(time.time()):010d}" == latest:
-        time.sleep(0.02)
 
 
 class WeightsAndBiases:
@@ -93,7 +83,7 @@ class WeightsAndBiases:
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             name=os.environ.get("WANDB_NAME", config.output.name),
             dir=os.environ.get("WANDB_DIR", str(config.output)),
-            settings=wandb.Settings(console="off"),  # the progress bar is no log
+            settings=wandb.Settings(console="off"),  # progress is no log
         )
         self._run.config.update(to_dict(config), allow_val_change=True)
 
@@ -184,9 +174,7 @@ class Trackers(AbstractContextManager["Trackers"]):
         self.ended: Ended = "finished"
         self._open: dict[str, Tracker] = {}
         self._warn: Callable[[str], None] = print
-        self._folder = Path()
-        self._metrics: TextIO | None = None
-        self._outage = False
+        self._folder: Path | None = None
 
     def start(self, config: TrainConfig, resumed_step: int, warn: Callable[[str], None]) -> None:
         """Start those that `report_to` names; `warn` is called once for each that fails.
@@ -197,37 +185,17 @@ class Trackers(AbstractContextManager["Trackers"]):
         for path in (self._folder / _METRICS, self._folder / _VALIDATION):
             if path.exists():
                 _truncate(path, resumed_step)
-        self._metrics = (self._folder / _METRICS).open("a", encoding="utf-8")
         for name in config.report_to:
             self._attempt(name, partial(self._start, name, config, resumed_step))
 
     def step(self, record: dict[str, Any]) -> None:
         """Log one step, if started; other processes see the record when this returns.
 
-        A message tells of a full disk, once per outage. Records that could not be written stay in
-        memory and are written when there is room again.
-        """
-        if self._metrics is None:
-            return
-        curves = {f"train/{name}": v for name, v in record.items() if name not in _NO_CURVE}
-        self._scalars(curves, record["step"])
-        try:
-            self._metrics.write(json.dumps(record) + "\n")
-            self._metrics.flush()
-            self._outage = False
-        except OSError as error:
-            if not self._outage:
-                self._warn(f"the log cannot be written: {error.strerror or error}; going on")
-            self._outage = True
-
-    def last_step(self) -> None:
-        """Close metrics.jsonl.
-
         Raises:
-            OSError: the last records cannot be written.
+            OSError: the file cannot be written.
         """
-        if self._metrics is not None:
-            self._metrics.close()
+        curves = {f"train/{name}": v for name, v in record.items() if name not in _NO_CURVE}
+        self._log(_METRICS, record, curves)
 
     def validation(self, step: int, val_data: str | None, figures: dict[str, float]) -> None:
         """Log an evaluation. The record names the data, which may change when a run is resumed.
@@ -235,25 +203,21 @@ class Trackers(AbstractContextManager["Trackers"]):
         Raises:
             OSError: the file cannot be written.
         """
-        self._scalars({f"val/{name}": value for name, value in figures.items()}, step)
-        with (self._folder / _VALIDATION).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "val_data": val_data, **figures}) + "\n")
+        curves = {f"val/{name}": value for name, value in figures.items()}
+        self._log(_VALIDATION, {"step": step, "val_data": val_data, **figures}, curves)
 
-    def _scalars(self, values: Mapping[str, float], step: int) -> None:
-        for name, tracker in list(self._open.items()):
-            self._attempt(name, partial(tracker.scalars, values, step))
+    def _log(self, name: str, record: dict[str, Any], curves: Mapping[str, float]) -> None:
+        if self._folder is None:
+            return
+        with (self._folder / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        for tracker in list(self._open):
+            add = self._open[tracker].scalars
+            self._attempt(tracker, partial(add, curves, record["step"]))
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(OSError):  # told by `last_step`, or after an error that says more
-            self.last_step()
-        if not self._open:
-            return
-        # torchrun sends SIGTERM as soon as another rank has ended, when there may still be numbers
-        # to send, and the reason of the end is not printed yet.
-        handler = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for name, tracker in list(self._open.items()):
             self._attempt(name, partial(tracker.close, self.ended if kind is None else "failed"))
-        signal.signal(signal.SIGTERM, handler)
 
     def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:
         self._open[name] = TRACKERS[name](config, resumed_step)
@@ -268,21 +232,19 @@ class Trackers(AbstractContextManager["Trackers"]):
 
 def problems(config: TrainConfig) -> list[str]:
     """Trackers of the configuration whose libraries are not installed, each with its extra."""
-    libraries = {"wandb": ["wandb"], "mlflow": ["mlflow"]}  # this module imports TensorBoard
-    if not os.environ.get("MLFLOW_TRACKING_URI"):
-        libraries["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
     reasons = []
+    # A run leaves a folder "wandb", which can be imported, but has no such module.
+    modules = {"wandb": ["wandb.sdk"], "mlflow": ["mlflow.tracking"]}
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        modules["mlflow"] += ["sqlalchemy", "alembic"]  # for the file; mlflow-skinny has neither
     for name in config.report_to:
-        absent = [library for library in libraries.get(name, ()) if not _installed(library)]
-        if absent:
-            reasons.append(f"--report-to {name}: {missing(absent[0], 'watch')}")
+        try:
+            with named_extras("watch"):
+                for module in modules.get(name, ()):
+                    importlib.import_module(module)
+        except MissingLibrary as library:
+            reasons.append(f"--report-to {name}: {library}")
     return reasons
-
-
-def _installed(library: str) -> bool:
-    """Whether a library can be imported: more than the folder that it leaves where it ran."""
-    found = importlib.util.find_spec(library)
-    return found is not None and found.origin is not None
 
 
 def _truncate(path: Path, last_step: int) -> None:

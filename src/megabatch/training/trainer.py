@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from megabatch.config.objective import Objective, create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
-from megabatch.errors import UsageError, one_line
+from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.models.blocks import checkpoint_activations, compile_blocks
 from megabatch.models.padding import Lengths
@@ -24,8 +24,8 @@ from megabatch.models.towers import Tower, locked_towers, set_modes
 from megabatch.torch_internals import is_compile_error
 from megabatch.training.checkpoint import Checkpoint
 from megabatch.training.ema import Ema
-from megabatch.training.encoders import CachedStep, ids_of
-from megabatch.training.micro_batch import KeptActivations, MicroBatchSize
+from megabatch.training.encoders import CachedStep
+from megabatch.training.micro_batch import Division, Trials
 from megabatch.training.optimizer import (
     create_optimizer,
     learning_rate,
@@ -33,7 +33,7 @@ from megabatch.training.optimizer import (
     set_learning_rate,
     state_tensors,
 )
-from megabatch.training.parallel import full, gradient_norm, lay_out, running_statistics
+from megabatch.training.parallel import full, gradient_norm, lay_out
 from megabatch.training.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,10 +59,7 @@ class Trainer:
 
     Attributes:
         step: number of steps done.
-        skipped: number of these that were skipped as not finite.
-        news: lines for the user about choices and compilation; whoever prints them clears it.
-        micro_batch: the number of pairs that go through the towers at a time, or how it is found.
-        kept: chooses how many micro-batches of a step are encoded once.
+        division: how many pairs go through the towers at a time, and how many of them once.
     """
 
     def __init__(
@@ -74,27 +71,25 @@ class Trainer:
         world: World | None = None,
         lengths: Mapping[Tower, Lengths] | None = None,
         objective: Objective | None = None,
+        tell: Callable[[str], None] = print,
     ) -> None:
         """Prepare the module for the device and the processes.
 
         `lengths`: of `Towers`; with `trim_texts` texts are encoded without padding.
         `objective`: the loss; default: the one that the configuration names.
+        `tell` is called with lines for the user on choices and compilation.
         """
         self.config = config
         self.device = device
         self.total_steps = total_steps
         self.world = world or World(device)
         self.step = 0
-        self.skipped = 0
-        self._skipped_in_a_row = 0
         self.module = set_modes(module.to(device))
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         trimmed = (lengths or {}) if config.trim_texts else {}
-        self.news: list[str] = []
         if config.torchcompile:
             compile_blocks(self.module, trimmed)
-        self._statistics = running_statistics(self.module)
         self.layout = lay_out(self.module, config.parallel, self.world)
         self.optimizer = create_optimizer(self.module, config)
         self.ema = None if config.ema_decay is None else Ema(self.module, config.ema_decay)
@@ -102,14 +97,14 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(device.type, enabled=enabled)
         self.objective = (objective or create_objective(config)).to(device)
         self._lengths = trimmed
-        self.micro_batch = MicroBatchSize(config, self.module, self.world, self.news.append)
-        self._divide(self.micro_batch.rows)
+        self.division = Division(config, self.layout, tell)
+        self._step = self._divided()
 
     def train_step(self, batch: Batch) -> dict[str, float]:
         """Do one step; returns figures for the log, the same on every rank.
 
-        A step whose loss or gradient is not finite changes no weight. With fp16 an overflow of the
-        gradient is normal: the scaler lowers its scale.
+        With fp16 an overflow of the gradient is normal: the scaler leaves the step out and lowers
+        its scale.
 
         After the backward pass the host waits for the device, to learn whether both are finite (and
         GradientCache compares the scales of several micro-batches before it). The optimizer's step
@@ -117,38 +112,41 @@ class Trainer:
 
         Raises:
             UsageError: a parameter gets no gradient, for which DDP would wait.
-            TrainingStopped: the loss or the gradient is not finite, and `on_nonfinite` is "stop" or
-                it happened too many times in a row.
+            TrainingStopped: the loss or the gradient is not finite; no weight has changed.
+            OutOfMemory: memory runs out; the message says what takes less.
         """
         lr = learning_rate(self.config, self.step, self.total_steps)
         set_learning_rate(self.optimizer, lr)
-        statistics = [buffer.clone() for buffer in self._statistics]
-        with self._compilable():
-            known, layout = bool(self.optimizer.state), self.layout
-            if self.micro_batch.find(
-                self._step, batch, layout, self._autocast, optimizer_state=known
-            ):
-                self._divide(self.micro_batch.rows)
-            loss, norm = self._gradients_in_memory(batch, statistics)
-        if math.isfinite(loss) and (math.isfinite(norm) or self.scaler.is_enabled()):
-            self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
-            self._skipped_in_a_row = 0
-        else:
-            self._skip_or_stop(loss, norm)
-            self._restore_statistics(statistics)
+        with self._explained():
+            if self.division.measures and self.division.before_step(self._trials(batch)):
+                self._step = self._divided()
+            _seed_everything(self.config.seed, self.step, self.world.rank)
+            self._step.keep(self.division.kept)
+            loss, norm = self._gradients(batch)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise TrainingStopped(
+                f"step {self.step + 1}: loss {loss:g}, gradient norm {norm:g}; the step was not "
+                "taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 help)"
+            )
+        self.scaler.step(self.optimizer)  # skips the step itself if fp16 overflowed
         self.scaler.update()
-        if not math.isfinite(norm):  # only an overflow lowers the scale
-            self._check_loss_scale()
+        if not math.isfinite(norm) and self.scaler.get_scale() < _SMALLEST_SCALE:
+            raise TrainingStopped(
+                f"step {self.step + 1}: the gradient overflows fp16 even unscaled "
+                "(--precision bf16 or fp32 helps)"
+            )
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
             self.logit_scale.clamp_(0, math.log(self.config.max_logit_scale))
         self.step += 1
-        if self.kept.measures:
-            self.kept.after_step(self._step.memory, self._step.longer_texts(batch))
-        if self.ema is not None and math.isfinite(loss) and math.isfinite(norm):
+        if self.ema is not None and math.isfinite(norm):
             self.ema.update(self.step)
-        values = _finite({"loss": loss, "lr": lr, "grad_norm": norm})
-        return {**values, "skipped_steps": self.skipped} if self.skipped else values
+        if self.division.measures:
+            longer = self._step.longer_texts(batch)
+            if self.division.after_step(self._trials(batch), longer):
+                self._step = self._divided()
+        return _finite({"loss": loss, "lr": lr, "grad_norm": norm})
 
     def scale_values(self) -> dict[str, float]:
         """Figures for the log of the scale; all ranks call it. It waits for the device."""
@@ -167,9 +165,7 @@ class Trainer:
             "step": self.step,
             "total_steps": self.total_steps,
             "scaler": self.scaler.state_dict(),
-            "skipped_steps": self.skipped,
-            "micro_batch": self.micro_batch.state(),
-            "kept_activations": self.kept.state(),
+            "division": self.division.state(),
         }
         optimizer = state_tensors(self.module, self.optimizer)
         if self.ema is not None:
@@ -204,19 +200,16 @@ class Trainer:
         if self.scaler.is_enabled():
             self.scaler.load_state_dict(checkpoint.state["scaler"])
         self.step = checkpoint.state["step"]
-        self.skipped = checkpoint.state["skipped_steps"]
-        if self.micro_batch.load_state(checkpoint.state["micro_batch"]):
-            self._divide(self.micro_batch.rows)
-        self.kept.load_state(checkpoint.state["kept_activations"])
+        self.division.load_state(checkpoint.state["division"])
+        self._step = self._divided()
 
-    def _divide(self, rows: int) -> None:
-        """Divide batches into micro-batches of this many rows from now on."""
+    def _divided(self) -> CachedStep:
+        """The step with micro-batches as `division` has them now."""
         config = self.config
-        self.kept = KeptActivations(config, self.world, rows, self.news.append)
-        self._step = CachedStep(
+        return CachedStep(
             self.layout.model,
             self.objective,
-            rows,
+            self.division.rows,
             locked=locked_towers(self.module),
             lengths=self._lengths,
             device=self.device,
@@ -224,32 +217,21 @@ class Trainer:
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
 
+    def _trials(self, batch: Batch) -> Trials:
+        return Trials(self._step, batch, self._autocast)
+
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
 
-    def _gradients_in_memory(self, batch: Batch, statistics: list[Tensor]) -> tuple[float, float]:
-        """As `_gradients`, repeated with fewer activations kept if memory runs out."""
-        while True:
-            _seed_everything(self.config.seed, self.step, self.world.rank)
-            self._step.keep(self.kept.count or 0)
-            try:
-                return self._gradients(batch)
-            except torch.OutOfMemoryError as error:
-                if not self.kept.fewer(self.layout, error):
-                    raise
-            # Here, as the exception would keep tensors of the failed step alive.
-            self.optimizer.zero_grad(set_to_none=True)
-            self._restore_statistics(statistics)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
     @contextlib.contextmanager
-    def _compilable(self) -> Iterator[None]:
-        """Name the option that trains without compilation if it fails."""
+    def _explained(self) -> Iterator[None]:
+        """Say what helps if memory runs out or compilation fails."""
         try:
             yield
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(f"rank {self.world.rank}: {self.division.less_memory()}") from error
         except RuntimeError as error:
             if not is_compile_error(error):
                 raise
@@ -258,26 +240,17 @@ class Trainer:
                 f"it): {one_line(error, 200)}"
             ) from error
 
-    def _check_loss_scale(self) -> None:
-        if self.scaler.is_enabled() and self.scaler.get_scale() < _SMALLEST_SCALE:
-            raise TrainingStopped(
-                f"step {self.step + 1}: the gradient overflows fp16 even unscaled "
-                "(--precision bf16 or fp32 helps)"
-            )
-
-    def _restore_statistics(self, statistics: list[Tensor]) -> None:
-        for buffer, before in zip(self._statistics, statistics, strict=True):
-            buffer.copy_(before)
-
     def _gradients(self, batch: Batch) -> tuple[float, float]:
         """Fill the gradients, unscaled and clipped; returns global loss and norm before clipping.
 
         One synchronisation of gradients: GradientCache's, in the last micro-batch.
         """
-        ids = ids_of(batch) if "ids" in self.objective.takes else None
+        takes_ids = "ids" in self.objective.takes
+        if takes_ids and batch.ids is None:
+            raise ValueError(f"batch.ids: expected ids of the captions, for {self.config.loss}")
         with self.world.failures(f"step {self.step + 1}"):
             with self._autocast():
-                loss = self._step(batch, ids)
+                loss = self._step(batch, batch.ids if takes_ids else None)
             try:
                 self.scaler.scale(loss).backward()
             except UnusedParameters as error:
@@ -296,21 +269,6 @@ class Trainer:
             own, total = torch.stack(tuple(both)).tolist()
             # The mean over ranks of their losses is the mean over all rows.
             return self.world.mean(own), total
-
-    def _skip_or_stop(self, loss: float, norm: float) -> None:
-        """Count a step that is not finite, or stop; the same on every rank."""
-        self._skipped_in_a_row += 1
-        config, row = self.config, self._skipped_in_a_row
-        if config.on_nonfinite == "skip" and row < config.max_nonfinite:
-            self.skipped += 1
-            return
-        self.optimizer.zero_grad(set_to_none=True)
-        again = f", not finite {row} times in a row" if row > 1 else ""
-        raise TrainingStopped(
-            f"step {self.step + 1}: loss {loss:g}, gradient norm {norm:g}{again}; the step was "
-            "not taken (a lower --lr, a longer --warmup, --grad-clip-norm or --precision fp32 "
-            "help; --on-nonfinite skip continues)"
-        )
 
 
 def _finite(values: dict[str, float]) -> dict[str, float]:

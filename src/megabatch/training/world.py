@@ -32,11 +32,6 @@ from megabatch.ranks import (
 
 T = TypeVar("T")
 
-_MASTER = (
-    "export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) "
-    "MASTER_PORT=29500"
-)
-
 
 @dataclass(frozen=True)
 class World:
@@ -130,17 +125,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
     if size == 1:
         yield World(resolve_device(config.device))
         return
-    try:
-        device = resolve_device(config.device, local_rank)
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise UsageError(
-                f"environment: {' and '.join(missing)} not set; torchrun sets them, for srun run "
-                f"first: {_MASTER}"
-            )
-    except UsageError:
-        if rank == 0:
-            raise
-        raise SystemExit(2) from None
+    device = resolve_device(config.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = World(device, rank, size)
@@ -153,8 +138,7 @@ def joined(config: TrainConfig) -> Iterator[World]:
         )
     except (RuntimeError, ValueError) as error:
         raise Gone(
-            f"rank {rank} of {size} cannot join the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']}: {one_line(error, 400)}"
+            f"rank {rank} of {size} cannot join the others: {one_line(error, 400)}"
         ) from error
     yield world
     leave()  # not after an error: it would wait for ranks that may be gone
@@ -177,7 +161,7 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
     """Rank, world size and local rank, as torchrun sets them, or else Slurm's srun.
 
     Raises:
-        UsageError: the variables are incomplete or contradict each other.
+        UsageError: the variables are incomplete.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if "WORLD_SIZE" not in environ:
@@ -191,8 +175,6 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
         raise UsageError(
             f"environment: {', '.join(names)} must be whole numbers: {error}"
         ) from None
-    if not (0 <= rank < size and local_rank >= 0):
-        raise UsageError(f"environment: {names[0]} is {rank}, {names[1]} {size}")
     return rank, size, local_rank
 
 
