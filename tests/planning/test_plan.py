@@ -14,12 +14,7 @@ from megabatch.planning import Machine, make_plan
 from megabatch.planning.machine import other_machine
 from megabatch.planning.memory import state_bytes
 from megabatch.planning.micro_batches import TextLengths
-from megabatch.planning.plan import (
-    PHASES,
-    Planner,
-    graph_bytes,
-    largest_of_fastest,
-)
+from megabatch.planning.plan import GAIN, PHASES, Planner
 from megabatch.training.optimizer import create_optimizer
 from megabatch.training.trainer import Trainer
 from tests.models.tiny import TINY
@@ -51,6 +46,12 @@ def part(plan, name):
     return next((part.nbytes for part in plan.parts if part.name == name), {})
 
 
+def graph_of(config, towers, machine):
+    """Bytes of a micro-batch's graph beside another one."""
+    plan = make_plan(replace(config, activation_memory="1TiB"), towers, machine)
+    return part(plan, "activations")["loss"] // max(1, plan.kept)
+
+
 def compare(plan, trainer, batch, least, most):
     """What a step is planned to take beside weights and data, to what the second one takes."""
     trainer.train_step(batch)  # the optimizer's state is there then
@@ -73,7 +74,7 @@ def test_the_peak_of_a_real_step(pairs, micro_batch_size, precision, kept, least
     sizes = {"global_batch_size": pairs, "micro_batch_size": micro_batch_size}
     config = replace(CONFIG, precision=precision, **sizes)
     towers = create("glyph-small")
-    graph = graph_bytes(config, towers, "cpu")
+    graph = graph_of(config, towers, CPU)
     config = replace(config, activation_memory=str(kept * graph))
     plan = make_plan(config, towers, CPU)
     trainer = Trainer(config, towers.module, torch.device("cpu"), 10)
@@ -110,7 +111,7 @@ def test_the_peak_of_a_real_step_with_trimmed_texts():
 def test_a_gpu_keeps_what_fits(glyph):
     config = replace(CONFIG, global_batch_size=1024, activation_memory="auto")
     none = make_plan(replace(config, activation_memory="0"), glyph, gpus(1, 80))
-    graph = graph_bytes(config, glyph, "cuda")
+    graph = graph_of(config, glyph, gpus(1, 80))
     assert (none.kept, part(none, "activations")["loss"]) == (0, 0)
     everything = make_plan(config, glyph, gpus(1, 80))
     assert (everything.kept, part(everything, "activations")["loss"]) == (16, 16 * graph)
@@ -300,11 +301,10 @@ def test_auto_is_the_largest_of_the_fastest_by_known_times(glyph):
     sizes = (512, 1024, 2048)
     given = [make_plan(replace(config, micro_batch_size=n), glyph, machine) for n in sizes]
     seconds = {n: one.seconds for n, one in zip(sizes, given, strict=True)}
-    assert plan.config.micro_batch_size == largest_of_fastest(seconds)
-    assert plan.seconds == pytest.approx(min(seconds.values()), rel=0.04)
+    as_fast = [n for n, taken in seconds.items() if taken <= (1 + GAIN) * min(seconds.values())]
+    assert plan.config.micro_batch_size == max(as_fast)
     assert plan.notes[0].startswith("micro-batch size auto: ")
     assert "(planned pairs/s with 512: " in plan.notes[0]
-    assert largest_of_fastest({128: 1.5, 256: 1.0, 512: 1.019, 1024: 1.03}) == 512
 
 
 def test_the_largest_batch_fits_and_one_that_is_larger_does_not(glyph):

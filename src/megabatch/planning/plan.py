@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -127,16 +127,6 @@ def make_plan(
         NoPlan: the model's memory cannot be estimated.
     """
     return Planner(config, towers, machine, file_bytes, lengths).planned()
-
-
-def graph_bytes(config: TrainConfig, towers: Towers, device: str) -> int:
-    """Bytes of a micro-batch's graph in addition to another one, counted as for a plan.
-
-    Raises:
-        NoPlan: the model's memory cannot be estimated.
-    """
-    planner = Planner(config, towers, Machine(device, 1, 0))
-    return planner.micro_batches(planner.usual, planner.usual).largest.further
 
 
 @dataclass
@@ -383,7 +373,9 @@ class Planner:
         if not fitting:
             return self._smaller() or self.plan(micro_batch_size=usual)
         seconds = {n: plan.seconds for n, plan in fitting.items() if plan.seconds is not None}
-        plan = fitting[largest_of_fastest(seconds) if seconds else min(fitting)]
+        most = (1 + GAIN) * min(seconds.values(), default=0.0)
+        fastest = [n for n, taken in seconds.items() if taken <= most]
+        plan = fitting[max(fastest, default=min(fitting))]  # the largest has the fewest launches
         note = f"micro-batch size auto: a run takes the fastest that fits, up to {max(fitting):,}"
         if seconds:
             pairs = self.config.global_batch_size
@@ -432,16 +424,6 @@ class Planner:
             return f"no micro-batch size fits; {batch}"
         more = "" if self.config.grad_checkpointing else ", --grad-checkpointing"
         return f"no batch fits: a smaller model{more} or --parallel fsdp on more GPUs would"
-
-
-def largest_of_fastest(seconds: Mapping[int, float]) -> int:
-    """The largest of the sizes that are as fast as the fastest, within `GAIN`.
-
-    It has the fewest launches. Neither a plan nor a trial has all that a step's host has to do
-    besides them.
-    """
-    least = min(seconds.values())
-    return max(size for size, value in seconds.items() if value <= (1 + GAIN) * least)
 
 
 def _giga(size: int) -> str:
