@@ -31,7 +31,7 @@ from megabatch.gradient_cache.batches import equal_rows
 from megabatch.models import Towers, create
 from megabatch.models.towers import Tower
 from megabatch.planning.machine import datasheet, other_machine
-from megabatch.planning.micro_batches import TextLengths, Widths, cut
+from megabatch.planning.micro_batches import TextLengths, cut
 from megabatch.planning.plan import Plan, Planner
 
 RESULTS = Path(__file__).parent / "results"
@@ -58,13 +58,13 @@ class EqualRows(TextLengths):
     kept: int = 0
     of_memory: bool = False
 
-    def widths(self, tower: Tower, context: int, rows: int, count: int) -> Widths:
+    def widths(self, tower: Tower, context: int, rows: int, count: int) -> tuple[float, float]:
         """As each micro-batch's first text, the longest one."""
         sample = sorted(self.samples[tower], reverse=True)
         parts = equal_rows(rows, -(-rows // count))
         cuts = [cut(sample[part.start * len(sample) // rows], context) for part in parts]
         meant = cuts[-max(1, self.kept) :] if self.of_memory else cuts
-        return Widths(sum(meant) / len(meant), cuts[0])
+        return sum(meant) / len(meant), cuts[0]
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens those that are kept may have in another batch, on average.

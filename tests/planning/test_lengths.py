@@ -5,7 +5,7 @@ import torch
 from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
 from megabatch.gradient_cache.batches import divided
-from megabatch.planning.micro_batches import TextLengths, Widths, sampled_lengths
+from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 
 
 def test_micro_batches_are_those_of_a_run():
@@ -21,7 +21,7 @@ def test_micro_batches_are_those_of_a_run():
             assert mean == sum(run) / 8
             assert most == max(mean, max(run) / -(-8 // count))
             assert lengths.longer("text", context, 8, count) == texts.longer(count)
-    assert lengths.widths("image", 77, rows=4, count=2) == Widths(77, 77)
+    assert lengths.widths("image", 77, rows=4, count=2) == (77, 77)
     assert lengths.range("text", 77) == (8, 32)
     assert lengths.range("image", 50) == (50, 50)
 
@@ -29,8 +29,8 @@ def test_micro_batches_are_those_of_a_run():
 def test_a_sample_stands_for_a_batch_of_any_size():
     lengths = TextLengths({"text": [40] + [10] * 9})
     tokens = 3 * 49 * 40 + (6 * 122 + 121) * 16
-    assert lengths.widths("text", 77, rows=1000, count=10) == Widths(tokens / 1000, 19.6)
-    assert lengths.widths("text", 77, rows=10**9, count=1) == Widths(40, 40)
+    assert lengths.widths("text", 77, rows=1000, count=10) == (tokens / 1000, 19.6)
+    assert lengths.widths("text", 77, rows=10**9, count=1) == (40, 40)
 
 
 def test_a_single_length_is_that_of_all_texts():

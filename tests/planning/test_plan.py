@@ -200,11 +200,8 @@ def test_where_the_loss_is_too_large_a_smaller_batch_is(glyph):
     size = suggested(plan.problem, "--global-batch-size")
     smaller = replace(config, global_batch_size=size, micro_batch_size=64)
     assert make_plan(smaller, glyph, gpus(1, 4)).fits
-
-
-def test_a_model_that_is_too_large_for_any_batch(glyph):
-    plan = make_plan(CONFIG, glyph, gpus(1, 0.05))
-    assert "no batch fits: a smaller model, --grad-checkpointing or --parallel fsdp" in plan.problem
+    never = "no batch fits: a smaller model, --grad-checkpointing or --parallel fsdp"
+    assert never in make_plan(CONFIG, glyph, gpus(1, 0.05)).problem
 
 
 def test_a_host_that_cannot_hold_the_batch(glyph):

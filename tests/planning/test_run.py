@@ -46,16 +46,11 @@ def test_what_cannot_fit_is_refused_with_a_suggestion_before_anything_is_written
     assert "--plan warn" in err
 
 
-def test_on_the_cpu_it_is_a_warning_unless_asked_for(train):
-    code, out, _, begun = train(1 << 26)
+@pytest.mark.parametrize(("options", "told"), [("", True), ("--plan off", False)])
+def test_on_the_cpu_it_is_a_warning_unless_asked_for(train, options, told):
+    code, out, _, begun = train(1 << 26, options)
     assert (code, begun) == (0, True)
-    assert "does not fit" in out
-
-
-def test_off(train):
-    code, out, _, begun = train(1 << 26, "--plan off")
-    assert (code, begun) == (0, True)
-    assert "second pass" not in out
+    assert ("does not fit" in out) == ("second pass" in out) == told
 
 
 def test_a_model_that_cannot_be_counted_is_trained_all_the_same(train, monkeypatch):

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,16 +21,6 @@ from megabatch.planning.towers import MicroBatch, Work
 MULTIPLE = 8
 
 
-class Widths(NamedTuple):
-    """Tokens of a text, with padding, as micro-batches cut them.
-
-    mean: in all of them. most: in the one with the most tokens, as if all had equally many texts.
-    """
-
-    mean: float
-    most: float
-
-
 @dataclass(frozen=True)
 class TextLengths:
     """Lengths of a sample of texts, in tokens that features depend on.
@@ -41,15 +31,16 @@ class TextLengths:
 
     samples: Mapping[Tower, Sequence[int]] = field(default_factory=dict)
 
-    def widths(self, tower: Tower, context: int, rows: int, count: int) -> Widths:
-        """The texts of `count` micro-batches, `rows` in all, as a run divides them.
+    def widths(self, tower: Tower, context: int, rows: int, count: int) -> tuple[float, float]:
+        """Tokens of a text, with padding, as a run divides `rows` into `count` micro-batches.
 
-        context: tokens that the model takes.
+        Their mean in all micro-batches, and in the one with the most tokens, as if all had equally
+        many texts. `context`: tokens that the model takes.
         """
         runs = equal_token_runs(self._runs(tower, context, rows), count)
         mean = sum(n * width * number for n, width, number in runs) / rows
         most = max(n * width for n, width, _ in runs) / -(-rows // count)
-        return Widths(mean, max(mean, most))
+        return mean, max(mean, most)
 
     def longer(self, tower: Tower, context: int, rows: int, count: int) -> float:
         """How many times as many tokens a micro-batch of another batch may have, as for a run.

@@ -225,9 +225,9 @@ class Planner:
         """
         count, known = -(-rows // size), self.lengths
         widths = [known.widths(tower, n, rows, count) for tower, n in self._contexts.items()]
-        mean = self._micro_batch(size, [width.mean for width in widths])
-        largest = self._micro_batch(size, [width.most for width in widths])
-        tokens = sum(width.mean for width in widths) / max(1, len(widths))
+        means, most = ([pair[i] for pair in widths] for i in range(2))
+        tokens = sum(means) / max(1, len(means))
+        mean, largest = self._micro_batch(size, means), self._micro_batch(size, most)
         return MicroBatches(mean, largest, count, tokens)
 
     def _micro_batch(self, size: int, widths: Sequence[float]) -> MicroBatch:

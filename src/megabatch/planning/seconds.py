@@ -45,13 +45,8 @@ def step_seconds(
     """Seconds of a step on each GPU by part, one after another; None if they are not known.
 
     Reading, decoding and copying data, and the optimizer's step are not counted. Transfers between
-    GPUs are, as far as nothing is computed meanwhile.
-
-    Args:
-        config, machine: of the run.
-        micro: a process's micro-batches. kept: the number of those whose activations are kept.
-        width: of the features. gradients: bytes of the weights' gradients.
-        compiled: whether the towers are compiled.
+    GPUs are, as far as nothing is computed meanwhile. `kept`: micro-batches that are encoded once;
+    `width`: of the features; `gradients`: bytes of the weights' gradients.
     """
     speeds, one, count = machine.speeds, micro.mean, micro.count
     loss = loss_seconds(config, width, speeds, machine.count)
