@@ -155,8 +155,7 @@ def measure(
         encoder = Encoder(setup.towers, str(world.device))
         setup.towers.module.eval()
         for name, test in tests.items():
-            entries, _ = RetrievalTask("pairs", name, CaptionedPairs(test)).score(encoder)
-            entry = entries["retrieval"]
+            _, entry, _ = RetrievalTask("pairs", name, CaptionedPairs(test)).score(encoder)
             figures[name] = {kind: entry[kind] for kind in ("model", "chance")}
     return {
         "losses": losses,

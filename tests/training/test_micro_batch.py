@@ -98,7 +98,7 @@ def test_how_many_activations_are_kept() -> None:
     def kept(peak: float, beside: float, bound: int | None = None, ranks: int = 1) -> int:
         return Room(12, ranks, 100.0, peak, beside, bound).kept(2, trial)
 
-    assert [kept(30, 4), kept(10, 14), kept(30, 14, 40), kept(30, 4, 1000)] == [4, 4, 2, 4]
+    assert [kept(30, 4), kept(10, 14), kept(30, 14, 40), kept(30, 4, 1000)] == [4, 5, 2, 4]
     assert [kept(4, -16), kept(4, -16, ranks=2), kept(101, 0), kept(0, 0, 0)] == [6, 5, 0, 0]
     room = Room(12, 1, 100.0, 90.0, 0.0, None)
     assert room.kept(12, trial) == 0  # which is encoded once in any case

@@ -28,7 +28,6 @@ from megabatch.evaluation.samples import open_labelled
 from megabatch.evaluation.table import KINDS
 from megabatch.evaluation.tasks import (
     ClassTask,
-    Entries,
     Matched,
     RetrievalTask,
     glyph_tasks,
@@ -88,7 +87,7 @@ def evaluate(
     opened, tasks = on_all_ranks(lambda: _open(config, group), group)
     folder = config.output or opened.folder
     assert folder is not None  # by `check`
-    check_ranks(config, opened, tasks, group)
+    _check_ranks(config, opened, tasks, group)
     device = choose_device(config.device, several=rank_and_size(group)[1] > 1)
     for line in _description(opened, tasks):
         console.print(line)
@@ -99,7 +98,12 @@ def evaluate(
             lambda words: status.update(Text(f"{title}: {words}")),
         )
         opened.towers.module.to(device)
-        entries, shown = score_all(encoder, tasks)
+        entries: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+        shown = []
+        for task in tasks:
+            kind, entry, matched = task.score(encoder)
+            entries[kind][task.key] = entry
+            shown.append(matched)
     evaluation = {
         "run": _about(opened, device, config.precision),
         **entries,
@@ -114,18 +118,6 @@ def evaluate(
         write_atomically(folder / "evaluation.json", text + "\n")
         write_report(folder, shown)
     return evaluation
-
-
-def score_all(encoder: Encoder, tasks: Sequence[Task]) -> tuple[dict[str, Entries], list[Matched]]:
-    """The entries of all tasks in `evaluation.json`, by kind and key; and their features."""
-    entries: dict[str, Entries] = {kind: {} for kind in KINDS}
-    shown = []
-    for task in tasks:
-        found, matched = task.score(encoder)
-        shown.append(matched)
-        for kind, entry in found.items():
-            entries[kind][task.key] = entry
-    return entries, shown
 
 
 def write_report(folder: Path, shown: Sequence[Matched]) -> None:
@@ -159,7 +151,7 @@ def _description(opened: Opened, tasks: Sequence[Task]) -> list[str]:
     return lines
 
 
-def check_ranks(config: EvalConfig, opened: Opened, tasks: Sequence[Task], group: object) -> None:
+def _check_ranks(config: EvalConfig, opened: Opened, tasks: Sequence[Task], group: object) -> None:
     """Raise a UsageError, on all ranks, if their settings, weights or numbers of samples differ.
 
     Each rank reads the files for itself and encodes its own part: with other files than rank 0's,

@@ -1,13 +1,14 @@
 """Tasks: images to be matched with texts, or to be classified.
 
-Each has a `key`, its data, and a method `score(encoder)` that embeds these once and returns the
-entries of `evaluation.json`: figures of the model next to those of guessing.
+Each has a `key`, its data, and a method `score(encoder)` that embeds these once. It returns the
+kind and the content of the task's entry in `evaluation.json`, figures of the model next to those of
+guessing, and the features.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,9 +30,6 @@ from megabatch.evaluation.table import ACCURACY, WAYS
 from megabatch.evaluation.zeroshot import Prompts, class_features
 
 KS, TOPS = (1, 5, 10), (1, 5)
-
-#: Entries of `evaluation.json`, by the kind of figures.
-Entries: TypeAlias = "dict[str, dict[str, Any]]"
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,7 @@ class RetrievalTask:
     samples: Samples
     candidates: list[str] | None = None
 
-    def score(self, encoder: Encoder) -> tuple[Entries, Matched]:
+    def score(self, encoder: Encoder) -> tuple[str, dict[str, Any], Matched]:
         """Rank images and texts against each other: figures such as `image_to_text/recall@1`."""
         images = encoder.embed(self.samples, self.title)
         texts, answers = self._match(images.targets, encoder.device)
@@ -90,7 +88,7 @@ class RetrievalTask:
             "chance": chance_by_answers(answers, **options),
         }
         matched = images.indices, features[0], texts, features[1], answers
-        return {"retrieval": entry}, Matched(self.title, self.samples, *matched)
+        return "retrieval", entry, Matched(self.title, self.samples, *matched)
 
     def _match(self, captions: list[list[str]], device: str) -> tuple[list[str], Answers]:
         """The candidate texts, and the right answers of images or first texts.
@@ -138,7 +136,7 @@ class ClassTask:
     samples: Labelled
     prompts: Prompts
 
-    def score(self, encoder: Encoder) -> tuple[Entries, Matched]:
+    def score(self, encoder: Encoder) -> tuple[str, dict[str, Any], Matched]:
         """Zero-shot classification: figures such as `top1`."""
         images = encoder.embed(self.samples, self.title)
         labels = torch.tensor(images.targets, device=encoder.device)
@@ -154,7 +152,7 @@ class ClassTask:
         }
         answers = answers_by_ids(labels, torch.arange(n_classes, device=encoder.device))
         matched = images.indices, images.features, list(self.prompts.names), classes, answers
-        return {"zero_shot": entry}, Matched(self.title, self.samples, *matched)
+        return "zero_shot", entry, Matched(self.title, self.samples, *matched)
 
 
 def accuracy(

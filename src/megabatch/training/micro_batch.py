@@ -91,7 +91,8 @@ class Room:
         count = -(-self.share // size)
         if count == 1:
             return 0
-        left = self.usable - max(self.peak, self.beside + trial.peak)
+        # They wait while others are encoded without a graph; the second pass begins with them.
+        left = self.usable - max(self.peak, self.beside + trial.peak - trial.graph)
         room = left if self.bound is None else min(left, self.bound)
         return max(0, min(count - (self.ranks > 1), int(room // max(1.0, trial.graph))))
 
