@@ -156,7 +156,7 @@ def measure(
         setup.towers.module.eval()
         for name, test in tests.items():
             entries, _ = RetrievalTask("pairs", name, CaptionedPairs(test)).score(encoder)
-            entry = entries["retrieval"]["pairs"]
+            entry = entries["retrieval"]
             figures[name] = {kind: entry[kind] for kind in ("model", "chance")}
     return {
         "losses": losses,

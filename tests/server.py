@@ -1,8 +1,8 @@
 """A server that has imported torch and more; the processes of tests fork from it.
 
 An interpreter takes seconds to import these libraries. A process that runs tests starts the server
-when it first needs it (`forked`). Workers of pytest-xdist share one and fork from it themselves: in
-place of an interpreter, `pytest_xdist_setupnodes` in conftest.py starts this file for each of them.
+when it first needs it (`forked`). Workers of pytest-xdist share one and, without GPUs, fork from it
+themselves: `pytest_xdist_setupnodes` in conftest.py has them start this file, not an interpreter.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -163,14 +163,6 @@ def raise_on_all_ranks(error: UsageError | None, group: object) -> None:
     common = UsageError(told[rank][1] if rank == 0 else f"rank {rank}: {told[rank][1]}")
     common.exit_code = told[rank][0]
     raise common
-
-
-def ranks_by_value(values: Sequence[Hashable]) -> dict[Any, str]:
-    """The ranks that have each value, such as "ranks 0, 1", by the value."""
-    ranks: dict[Hashable, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return {v: f"rank{'s' * (len(who) > 1)} {', '.join(who)}" for v, who in ranks.items()}
 
 
 def _device(name: str) -> torch.device:

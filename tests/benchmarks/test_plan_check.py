@@ -59,6 +59,7 @@ def test_texts_are_divided_as_in_the_run():
         plan_check.texts_of({"equal_tokens": equal, "kept_micro_batches": 2}, samples)
         for equal in (False, True)
     )
-    assert rows.micro_batches("text", 77, rows=400, count=2) == [(200, 32, 1), (200, 16, 1)]
-    assert tokens.micro_batches("text", 77, rows=400, count=2) == [(171, 32, 1), (229, 24, 1)]
+    assert rows.widths("text", 77, rows=400, count=2) == ((32 + 16) / 2, 32)
+    most = 229 * 24  # beside 171 texts of 32 tokens
+    assert tokens.widths("text", 77, rows=400, count=2) == ((171 * 32 + most) / 400, most / 200)
     assert rows.longer("text", 77, rows=400, count=2) == 1 + (77 / 32 - 1) / 2

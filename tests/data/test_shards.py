@@ -98,19 +98,6 @@ def shard(tmp_path: Path) -> Path:
     return write_tar(tmp_path / "a.tar", THREE)
 
 
-def test_whole_shard(shard: Path):
-    index = tar_index(str(shard))
-    assert index["keys"].tolist() == [b"000", b"001", b"002"]
-    assert index["damage"] == ""
-    data = shard.read_bytes()
-    for row in range(3):
-        image, text, document, label = index["spans"][row]
-        assert tuple(label) == ABSENT
-        assert data[image[0] : image.sum()] == png(row)
-        assert data[text[0] : text.sum()] == f"caption {row}".encode()
-        assert data[document[0] : document.sum()].startswith(b'{"caption"')
-
-
 def test_names(tmp_path: Path):
     members = [
         ("folder.d/key.JPG", b"image"),

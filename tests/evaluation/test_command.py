@@ -10,7 +10,6 @@ from PIL import Image
 from megabatch.cli import main
 from megabatch.errors import CommunicationError, OutOfMemory, UsageError
 from megabatch.evaluation.command import process_group
-from tests.evaluation.material import image_folder
 
 
 def test_names_with_rich_s_markup_appear_as_they_are(
@@ -39,10 +38,6 @@ def test_names_with_rich_s_markup_appear_as_they_are(
         ("--model glyph-small --output new --val-data none.csv", "--val-data: nothing matches"),
         ("--model glyph-small --output new --class-data none.tar", "--class-data: nothing matches"),
         (
-            "--model glyph-small --output new --class-data images --class-train-data none.tar",
-            "--class-train-data: nothing matches none.tar",
-        ),
-        (
             "--model glyph-small --output config.toml/folder --val-data glyphs",
             "--output config.toml/folder: {folder}/config.toml is not a folder",
         ),
@@ -57,7 +52,6 @@ def test_mistakes_are_told_in_one_line_before_the_evaluation(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.toml").touch()
-    image_folder(Path("images"), 1)
     assert main(["eval", *arguments.split()]) == 2
     told = capsys.readouterr()
     assert message.format(folder=tmp_path) in told.err
@@ -98,7 +92,7 @@ def test_a_rank_that_dies_is_told_in_one_line_by_the_others(
     def evaluated(*_: object, **__: object) -> dict[str, Any]:
         if error is not None:
             raise error
-        return {"retrieval": {}, "zero_shot": {}, "classification": {}, "seconds": 1}
+        return {"retrieval": {}, "zero_shot": {}, "seconds": 1}
 
     destroyed = []
     monkeypatch.setenv("WORLD_SIZE", "3")

@@ -11,7 +11,7 @@ RUN = {"run": Path("runs/a")}
 MODEL = {"model": "ViT-B-32", "output": Path("out"), "val_data": "a.csv"}
 
 
-CLASSES = {**RUN, "class_data": "d", "class_train_data": "d"}
+CLASSES = {**RUN, "class_data": "d", "templates": "simple"}
 
 
 @pytest.mark.parametrize("settings", [RUN, MODEL, CLASSES])
@@ -28,7 +28,6 @@ def test_what_can_be_done_is_let_pass(settings: dict) -> None:
         ({**MODEL, "output": None}, "--output: needed with --model"),
         ({**MODEL, "val_data": None}, "--val-data or --class-data: needed with --model"),
         ({**MODEL, "weights": "ema"}, "--weights: chooses between a run's"),
-        ({**RUN, "class_train_data": "d"}, "--class-train-data: only with --class-data"),
         ({**RUN, "templates": "simple"}, "--templates: only with --class-data"),
         ({**RUN, "csv_img_key": "a"}, "--csv-img-key: only with --val-data"),
         ({**RUN, "precision": "int4"}, "--precision int4: expected 'fp32' or 'bf16' or 'fp16'"),

@@ -18,7 +18,6 @@ PAGE = "docs/evaluation.md"
 
 def test_the_example_runs(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megabatch.evaluation.probe._ITERATIONS", 20)  # of each of 16 fits
     Path("runs").mkdir()
     Path("runs/quickstart").symlink_to(run)
     export, _, from_python = blocks(PAGE, "python")

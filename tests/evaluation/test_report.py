@@ -167,7 +167,6 @@ def write_evaluation(
         "run": {"model": title, "parameters": 10_000, "weights": title, "step": step},
         "retrieval": {"pairs": {**shared, **pairs}},
         "zero_shot": {"classes": {**shared, **classes}},
-        "classification": {},
         "date": "2026-01-02T03:04:05+00:00",
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -37,7 +37,7 @@ TRAINED = {"figure": r"([\d.]+) after", "before": r"([\d.]+) before"}
 SCRIPTS = {
     "digit_halves/digit_halves.py": Small("--steps 8", 1 / 300),
     "digit_halves/hf_trainer.py": Small(
-        "--steps 10", 1 / 300, r"eval_loss: ([\d.]+)", needs="transformers", is_loss=True
+        "--steps 20", 1 / 300, r"eval_loss: ([\d.]+)", needs="transformers", is_loss=True
     ),
     "digit_halves/lightning_module.py": Small("--steps 8", 1 / 300, needs="lightning"),
     "simclr/simclr.py": Small("--steps 6", 1 / 300, **TRAINED),

@@ -32,15 +32,6 @@ def assert_holds(module: nn.Module, state: dict[str, Tensor]) -> None:
     assert all(torch.equal(found[name], value) for name, value in state.items())
 
 
-def saved_for_the_hub(folder: Path, state: dict[str, Tensor]) -> Path:
-    """Like open_clip.push_to_hf_hub, without a tokenizer, since open_clip has its own."""
-    folder.mkdir()
-    config = {"model_cfg": json.loads(CONFIG.read_text()), "preprocess_cfg": {"size": 32}}
-    (folder / "open_clip_config.json").write_text(json.dumps(config))
-    save_file(state, folder / "open_clip_model.safetensors")
-    return folder
-
-
 @pytest.mark.parametrize("prefix", ["", "module."])
 def test_a_checkpoint_of_open_clips_trainer(
     prefix: str, theirs: dict[str, Tensor], tmp_path: Path

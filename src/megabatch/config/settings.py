@@ -239,14 +239,10 @@ class TrainConfig:
     output folder, under best: by recall@1 from first inputs to texts. 0: only at the end."""
 
 
-#: The micro-batch size that "auto" stands for where sizes are not measured.
-UNMEASURED_MICRO_BATCH = 512
-
-
 def unmeasured_micro_batch(config: TrainConfig) -> int:
-    """Rows of a micro-batch if sizes are not, or not yet, measured."""
+    """Rows of a micro-batch where sizes are not, or not yet, measured."""
     size = config.micro_batch_size
-    return size if isinstance(size, int) else UNMEASURED_MICRO_BATCH
+    return size if isinstance(size, int) else 512
 
 
 def activation_bytes(config: TrainConfig, device_type: str) -> int | None:

@@ -1,8 +1,6 @@
 """The cache folder: arrays that can be computed again, and copies of remote files.
 
-Every source is read at random through an index, which a remote file does not allow at any speed. So
-the files of object stores, web servers and commands are copied before they are indexed, several at
-a time, and found by later runs.
+Sources are read at random, so the files of object stores, web servers and commands are copied.
 """
 
 from __future__ import annotations
@@ -56,10 +54,7 @@ def _written(place: Path) -> Iterator[Path]:
 def cached_arrays(
     kind: str, identity: object, make: Callable[[], Mapping[str, Any]]
 ) -> dict[str, np.ndarray]:
-    """Return the arrays that belong to an identity; they are made if the cache has none to read.
-
-    There is a warning if they cannot be written.
-    """
+    """Return an identity's arrays, made if the cache has none to read; warn if it takes none."""
     place = _place(kind, identity, "arrays.npz")
     damage = (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error)
     with contextlib.suppress(*damage), np.load(place, allow_pickle=False) as arrays:
@@ -74,13 +69,13 @@ def cached_arrays(
 
 
 def local_copies(spec: str) -> list[Path]:
-    """Copies of the files of a remote source, in `default_cache_dir()/remote`.
+    """Copies of the files of a remote source, in `default_cache_dir()/remote`, made once.
 
-    A file is copied again if its size, date or tag has changed. A command's output, one shard, is
-    kept by the command's text.
+    A file is copied again if its size, date or tag has changed.
 
     Args:
-        spec: a URL with braces or `*`; or `pipe:` and a command of the shell, with braces.
+        spec: a URL with braces or `*`; or `pipe:` and a command of the shell, with braces, whose
+            output is a shard.
 
     Raises:
         UsageError: nothing matches, a file cannot be read, or a command fails.

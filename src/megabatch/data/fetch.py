@@ -41,10 +41,7 @@ class Chunk:
 
 
 class Fetcher:
-    """Fetches, transforms and tokenises samples; runs in the workers.
-
-    late: images are not decoded, but kept with the seed that their transform will have.
-    """
+    """Fetches, transforms and tokenises samples, in the workers; late: images are not decoded."""
 
     def __init__(
         self,

@@ -128,8 +128,9 @@ def render(fonts: Sequence[Path]) -> GlyphSet:
     drawn: list[tuple[np.ndarray, int, int]] = []
     for face, path in enumerate(fonts):
         # The basic layout is the same on all machines; Raqm is installed on some only.
-        options = {"layout_engine": ImageFont.Layout.BASIC}
-        font = functools.cache(functools.partial(ImageFont.truetype, str(path), **options))
+        basic = ImageFont.Layout.BASIC
+        of_size = functools.partial(ImageFont.truetype, str(path), layout_engine=basic)
+        font = functools.cache(of_size)
         drawn += [(_draw(chr(code), font), face, code) for code in _characters(path)]
     images, faces, characters = map(np.array, zip(*drawn, strict=True))
     codes, name_ids = np.unique(characters, return_inverse=True)

@@ -25,13 +25,6 @@ class DeferredImage:
         """Replace a transform: keep the image, and the seed that the transform would have had."""
         return cls(image, torch.initial_seed())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file, or of the pixels."""
-        if isinstance(self.image, EncodedImage):
-            return len(self.image.data)
-        return self.image.width * self.image.height * len(self.image.getbands())
-
 
 def decoded(image: Any) -> Any:
     """An image or text as it is, an EncodedImage decoded; raises BadSample if that fails."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megabatch.data.fetch import random_state_kept, seed_everything, stacked
 from megabatch.data.images import DeferredImage, transformed
-from megabatch.data.pairs import BadSample, PairDataset
+from megabatch.data.pairs import BadSample, EncodedImage, PairDataset
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
@@ -37,7 +37,8 @@ def mean_bytes(dataset: PairDataset, samples: int = 256) -> float:
     sizes = [0]
     for index in np.unique(np.linspace(0, len(dataset) - 1, samples).astype(int)).tolist():
         with contextlib.suppress(BadSample):
-            sizes.append(DeferredImage(dataset[index].image, 0).nbytes)  # type: ignore[arg-type]
+            image: Any = dataset[index].image
+            sizes.append(len(image.data if isinstance(image, EncodedImage) else image.tobytes()))
     return sum(sizes) / max(1, len(sizes) - 1)
 
 

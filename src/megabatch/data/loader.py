@@ -48,11 +48,9 @@ class PairLoader:
 
     Iterating yields the rest of the current epoch and moves on to the next; the position belongs to
     the loader, so there is one iteration at a time. Each epoch has its own random order, of each
-    sample once or, if the data set has `parts`, as often as these say. An epoch ends when fewer
-    than `batch_size` samples are left. Bad samples are counted, and their batch lacks them.
-
-    With several ranks, each takes a contiguous part of every batch's rows and fetches no others.
-    Batches and position are those of one rank, so a run can resume with another number of ranks.
+    sample once or as often as the data set's `parts` say, and ends when fewer than `batch_size`
+    samples are left. Bad samples are counted, and their batch lacks them. Each rank takes a
+    contiguous part of every batch's rows, so a run can resume with another number of ranks.
 
     Args:
         dataset: the pairs; if it has `arrays` and the transform `batch`, those are used.
@@ -60,16 +58,15 @@ class PairLoader:
         transform: image (or first text) to tensor, all of one shape. The generators of torch,
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
             each time that the sample comes in an epoch. It may have faster methods: `batch` (see
-            PairDataset), `pixels` (see `transformed`), and `texts`, a list of first texts to
-            (b, ...), each row depending on its text alone, without randomness.
+            PairDataset), `pixels` (see `transformed`), and `texts`, of a list of first texts to
+            (b, ...), without randomness.
         tokenizer: list of captions to (n, context) int64.
         seed: of the orders and the transform's randomness, 0 <= seed < 2**32.
         workers: processes that fetch, while a thread of this one puts the next batch together; 0:
             this process does. With `arrays` and `batch` any number above 0 stands for the thread.
         rank: this rank, 0 <= rank < world_size.
         world_size: number of ranks that share each batch.
-        timeout: seconds without a sample from the workers after which iterating is an error; 0:
-            no limit.
+        timeout: seconds without a sample from the workers until an error; 0: no limit.
         late: None, or the number of rows of a batch's images that are accessed at a time. Images
             are then `LateImages`, decoded by further processes, as many as `workers`, at least 1.
         pinned: images that are put together from several chunks lie in pinned memory, for copies to

@@ -20,8 +20,7 @@ class Part:
     """A contiguous part of a data set: its number of samples, and of draws from it in an epoch.
 
     The draws go through the part pass by pass, across the ends of epochs: each pass visits every
-    sample once, in an order of its own. So with as many draws as samples, an epoch visits each
-    sample once; with half as many, each comes once in two epochs; with twice as many, twice.
+    sample once, in an order of its own. With half as many draws, each comes once in two epochs.
     """
 
     size: int

@@ -14,9 +14,6 @@ from PIL import Image
 
 from megabatch.errors import UsageError, plural
 
-_TRIED = 100  # samples, when a source is opened
-
-
 # Above a limit (89 million pixels) Pillow warns, in each worker anew, and decodes; above twice the
 # limit it refuses, and the sample is a bad one. Last, so that the user's own filters come before.
 warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
@@ -25,8 +22,7 @@ warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, appen
 class BadSample(Exception):
     """A sample that cannot be used; it is skipped and counted.
 
-    `reason` is short and the same for all samples with the same fault, so that it can be counted;
-    `key` names the sample.
+    `reason` is short and the same for all samples with the same fault; `key` names the sample.
     """
 
     def __init__(self, reason: str, key: str) -> None:
@@ -102,10 +98,9 @@ def caption_id(caption: str) -> int:
 class PairDataset(Protocol):
     """Pairs by index.
 
-    Every source is indexed once and then read at random; none is streamed. A stream with a shuffle
-    buffer is only roughly shuffled, cannot be resumed without reading everything again, and repeats
-    samples if workers share shards unevenly. An index gives an exact permutation in each epoch,
-    exact resuming (from one number), and each sample at most once per epoch.
+    Every source is indexed once and then read at random: that gives an exact permutation in each
+    epoch and exact resuming. A stream with a shuffle buffer is only roughly shuffled, cannot be
+    resumed without reading everything again, and repeats samples if shards are uneven.
 
     A source may also have `damage: list[str]`, a line for each part of its files that cannot be
     read; `notes: list[str]`, other remarks that a user should see before it is used; `first`,
@@ -128,12 +123,9 @@ class PairDataset(Protocol):
 
 
 def check_usable(samples: Any, source: object) -> None:
-    """Raise a UsageError if none of a hundred samples spread over a source can be used.
-
-    Otherwise a run with a wrong column or folder would skip all of them, one by one.
-    """
+    """Raise a UsageError if none of a hundred samples spread over a source can be used."""
     bad: list[BadSample] = []
-    for index in np.unique(np.linspace(0, len(samples) - 1, _TRIED).astype(int)).tolist():
+    for index in np.unique(np.linspace(0, len(samples) - 1, 100).astype(int)).tolist():
         try:
             samples[index]
             return

@@ -100,8 +100,7 @@ def _add(member: tarfile.TarInfo, keys: list[bytes], spans: list[list[tuple[int,
 class TarSamples:
     """The samples of tar files, see `tar_index`.
 
-    The headers are read once, at construction; each member is then one read at a known offset. A
-    damaged file is used up to the damage, which `damage` describes.
+    A member is one read at a known offset. `damage`: a line for each file that breaks off.
 
     Raises:
         UsageError: a file cannot be read or is compressed; no file has a sample.

@@ -80,18 +80,12 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _mapped(path: Path) -> pa.Table:
-    """A memory-mapped Arrow file, in the stream or the file format.
-
-    A data set may be larger than memory, and processes share it.
-    """
+    """A memory-mapped Arrow file, in the stream or the file format; it may exceed the memory."""
     source = pa.memory_map(str(path))
     is_file_format = source.read(6) == b"ARROW1"
     source.seek(0)
     reader = pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)
     return reader.read_all()
-
-
-# Text tables.
 
 
 def _header(path: Path, separator: str) -> list[str]:
@@ -196,11 +190,7 @@ def _json_objects(path: Path) -> Iterator[dict[str, Any] | str]:
 
 
 def _texts(row: dict[str, Any] | str, name: str, is_list: bool) -> Any:
-    """A text of a row, a number in its notation, as in CSV; or a list of texts; null is None.
-
-    Raises:
-        ValueError: it is something else, or the row is none.
-    """
+    """A row's text, a number in its notation, or list of texts; ValueError if it has none such."""
     if isinstance(row, str):
         raise ValueError(row)
     value = row.get(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,12 +81,10 @@ class TablePairs:
         names = list(dict.fromkeys([self._first, self._caption, *self._negatives]))
         lists = [self._caption, *self._negatives] if wanted.lists else self._negatives
         self._table, self._bad = read_columns(path, names, separator, lists)
-        rows_of: dict[str, list[int]] = {}
-        for row, reason in self._bad.items():
-            rows_of.setdefault(reason, []).append(row + 1)
+        first = {reason: row + 1 for row, reason in sorted(self._bad.items(), reverse=True)}
         self.damage = [
-            f"{path}: {len(rows):,} x {reason} (first: row {rows[0]})"
-            for reason, rows in rows_of.items()
+            f"{path}: {count:,} x {reason} (first: row {first[reason]})"
+            for reason, count in Counter(self._bad.values()).items()
         ]
 
     def __getstate__(self) -> dict[str, Any]:

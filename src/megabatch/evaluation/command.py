@@ -11,7 +11,7 @@ from megabatch.errors import OutOfMemory, UsageError, checks_alone, one_line
 from megabatch.evaluation.config import EvalConfig, check, read_config
 from megabatch.options import parse
 
-# One rank may be busy for long: reading a class of a hundred thousand files, fitting a probe.
+# One rank may be busy for long, reading a hundred thousand files.
 _TIMEOUT = timedelta(hours=2)
 
 

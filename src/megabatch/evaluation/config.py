@@ -59,8 +59,6 @@ class EvalConfig:
     class_data: str | None = None
     """Classification: test images, in a folder with one folder per class, or in shards whose
     samples have a class index (cls)."""
-    class_train_data: str | None = None
-    """Training images, as --class-data, for nearest neighbours and a linear probe."""
     class_names: str | None = None
     """imagenet, or a text file with one name per line. Default: classnames.txt of the shards, or
     the folders' names."""
@@ -84,7 +82,7 @@ _ONLY_WITH = {
     "model": ("pretrained",),
     "run": ("trust",),
     "val_data": ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
-    "class_data": ("class_train_data", "class_names", "templates"),
+    "class_data": ("class_names", "templates"),
 }
 
 

@@ -38,11 +38,11 @@ class Embedded:
     indices: list[int]
     bad: list[tuple[str, str]] = field(default_factory=list)
 
-    def left_out(self, prefix: str = "") -> dict[str, dict[str, Any]]:
+    def left_out(self) -> dict[str, dict[str, Any]]:
         """The bad samples' entries in `evaluation.json`: by reason their number and first key."""
         return {
-            f"{prefix}skipped": dict(Counter(reason for reason, _ in self.bad)),
-            f"{prefix}skipped_first": dict(reversed(self.bad)),
+            "skipped": dict(Counter(reason for reason, _ in self.bad)),
+            "skipped_first": dict(reversed(self.bad)),
         }
 
 

@@ -64,9 +64,8 @@ def evaluate_run(
         settings: other fields of `EvalConfig` by name: `val_data`, `device`, `precision` ...
 
     Returns:
-        The content of `evaluation.json`: `run`, `retrieval` (by task, then "model" and "chance"),
-        `zero_shot` likewise, `classification` (by task, then "neighbours", "probe", "chance"),
-        `date`, `seconds`.
+        The content of `evaluation.json`: `run`, `retrieval` and `zero_shot` (by task, then "model"
+        and "chance"), `date`, `seconds`.
 
     Raises:
         UsageError: there is no run or no weights, files are damaged, or a setting is impossible;
@@ -225,10 +224,8 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
     if config.class_data is not None:
         with naming("--class-data"):
             test = open_labelled(config.class_data)
-        with naming("--class-train-data"):
-            train = config.class_train_data and open_labelled(config.class_train_data)
         prompts = read_prompts(config.class_names, config.templates, test)
-        tasks.append(ClassTask("classes", config.class_data, test, prompts, train or None))
+        tasks.append(ClassTask("classes", config.class_data, test, prompts))
     return tasks
 
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from megabatch.terminal import plain_console
 
-CONTENDERS = ("model", "neighbours", "probe", "chance")
+CONTENDERS = ("model", "chance")
 # Figures by their headings.
 RETRIEVAL = {
     "R@1": "recall@1",
@@ -21,7 +21,7 @@ RETRIEVAL = {
 }
 ACCURACY = {"top-1": "top1", "top-5": "top5", "mean per class": "mean_per_class_recall"}
 WAYS = ("image_to_text", "text_to_image")
-KINDS = {"retrieval": "", "zero_shot": "zero-shot", "classification": "with training images"}
+KINDS = ("retrieval", "zero_shot")
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,9 @@ def groups(evaluation: dict[str, Any]) -> list[Group]:
             among = task["texts"] if way == WAYS[0] else task["images"]
             counts = f"{int(task['model'][f'{way}/queries']):,} among {among:,}"
             add(f"{task['title']}, {direction(task, way)}: {counts}", task, RETRIEVAL, f"{way}/")
-    for kind in ("zero_shot", "classification"):
-        for task in evaluation[kind].values():
-            counts = f"{task['images']:,} in {task['classes']:,} classes"
-            add(f"{task['title']}, {KINDS[kind]}: {counts}", task, ACCURACY)
+    for task in evaluation["zero_shot"].values():
+        counts = f"{task['images']:,} in {task['classes']:,} classes"
+        add(f"{task['title']}, zero-shot: {counts}", task, ACCURACY)
     return found
 
 
@@ -72,11 +71,10 @@ def cell(column: str, value: float) -> str:
 
 def left_out(task: dict[str, Any]) -> list[str]:
     """A description of the parts of a task's data that could not be used."""
-    counts = []
-    for key, where in (("skipped", ""), ("train_skipped", " in training")):
-        for reason, count in task.get(key, {}).items():
-            first = task[f"{key}_first"][reason]
-            counts.append(f"{count:,} × {reason}{where} (first: {first})")
+    counts = [
+        f"{count:,} × {reason} (first: {task['skipped_first'][reason]})"
+        for reason, count in task.get("skipped", {}).items()
+    ]
     return counts + list(task.get("damage", []))
 
 

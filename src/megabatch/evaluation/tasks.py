@@ -1,12 +1,11 @@
 """Tasks: images to be matched with texts, or to be classified.
 
 Each has a `key`, its data, and a method `score(encoder)` that embeds these once and returns the
-entries of `evaluation.json`: figures of the model, by method, next to those of guessing.
+entries of `evaluation.json`: figures of the model next to those of guessing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -14,10 +13,8 @@ import torch
 from torch import Tensor
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.errors import UsageError
 from megabatch.evaluation.captions import CaptionedPairs
 from megabatch.evaluation.embed import Embedded, Encoder
-from megabatch.evaluation.probe import choose_and_fit, neighbour_votes
 from megabatch.evaluation.retrieval import (
     Answers,
     answered_within,
@@ -25,14 +22,13 @@ from megabatch.evaluation.retrieval import (
     answers_by_pairs,
     chance_by_answers,
     metrics_by_answers,
+    place,
 )
 from megabatch.evaluation.samples import Labelled, Samples
 from megabatch.evaluation.table import ACCURACY, WAYS
 from megabatch.evaluation.zeroshot import Prompts, class_features
-from megabatch.ranks import all_gather_rows, local_range
 
 KS, TOPS = (1, 5, 10), (1, 5)
-_ROWS = 4096  # images per block of classes' scores
 
 #: Entries of `evaluation.json`, by the kind of figures.
 Entries: TypeAlias = "dict[str, dict[str, Any]]"
@@ -135,99 +131,46 @@ def glyph_tasks(glyphs: GlyphSet) -> list[RetrievalTask]:
 
 @dataclass(frozen=True)
 class ClassTask:
-    """Images to be classified.
-
-    prompts: for zero-shot classification. train: training images for nearest neighbours and a
-    linear probe, None to leave these out.
-
-    Raises:
-        UsageError: the training images lack a class.
-    """
+    """Images to be classified by the texts of their classes."""
 
     key: str
     title: str
     samples: Labelled
     prompts: Prompts
-    train: Labelled | None = None
-
-    def __post_init__(self) -> None:
-        if self.train is not None:
-            train_labels(self.samples, self.train)  # before anything is embedded
 
     def score(self, encoder: Encoder) -> tuple[Entries, Matched]:
-        """Classify zero-shot and, if there are training images, by these."""
+        """Zero-shot classification: figures such as `top1`."""
         images = encoder.embed(self.samples, self.title)
         labels = torch.tensor(images.targets, device=encoder.device)
         classes = class_features(encoder.texts, self.prompts)
-        entry = {**self._entry(images, len(classes)), "prompts": str(self.prompts)}
-        entry["model"] = accuracy(lambda x: x @ classes.T, images.features, labels, encoder.group)
-        entries = {"zero_shot": entry}
-        if self.train is not None:
-            entries["classification"] = self._score_trained(encoder, images, self.train)
-        answers = answers_by_ids(labels, torch.arange(len(classes), device=encoder.device))
-        matched = images.indices, images.features, list(self.prompts.names), classes, answers
-        return entries, Matched(self.title, self.samples, *matched)
-
-    def _score_trained(self, encoder: Encoder, images: Embedded, train: Labelled) -> dict[str, Any]:
-        known = encoder.embed(train, f"{self.title}, training images")
-        device, n_classes = encoder.device, train.n_classes
-        labels = train_labels(self.samples, train)[torch.tensor(images.targets)].to(device)
-        data = known.features, torch.tensor(known.targets, device=device), n_classes
-        probe, c = choose_and_fit(*data)
-        entry = {**self._entry(images, n_classes), "probe_c": c, "train_images": len(known.targets)}
-        entry["damage"] += train.damage
-        entry |= known.left_out("train_")
-        for name, scores in (("neighbours", neighbour_votes(*data)), ("probe", probe)):
-            entry[name] = accuracy(scores, images.features, labels, encoder.group)
-        return entry
-
-    def _entry(self, images: Embedded, n_classes: int) -> dict[str, Any]:
+        n_classes = len(classes)
         chances = [min(1.0, k / n_classes) for k in TOPS] + [1 / n_classes]
-        return {
+        entry = {
             **_about(self.title, self.samples, images),
             "classes": n_classes,
+            "prompts": str(self.prompts),
+            "model": accuracy(images.features, classes, labels, encoder.group),
             "chance": dict(zip(ACCURACY.values(), chances, strict=True)),
         }
+        answers = answers_by_ids(labels, torch.arange(n_classes, device=encoder.device))
+        matched = images.indices, images.features, list(self.prompts.names), classes, answers
+        return {"zero_shot": entry}, Matched(self.title, self.samples, *matched)
 
 
 def accuracy(
-    scores: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, group: object = "local"
+    images: Tensor, classes: Tensor, labels: Tensor, group: object = "local"
 ) -> dict[str, float]:
     """`top1`, `top5` and `mean_per_class_recall` (of top1, over the classes that occur).
 
     Classes that score the same count as in random order, as in `megabatch.evaluation.retrieval`.
 
     Args:
-        scores: returns the classes' scores (m, classes) of images (m, d).
-        images: (n, d); labels: int64 (n,).
+        images: (n, d); classes: (c, d); labels: int64 (n,).
         group: ranks that share the work; each holds all of these tensors.
     """
-    found = [labels.new_zeros(0, 2)]
-    mine = local_range(len(images), group, block=_ROWS)
-    for start in range(mine.start, mine.stop, _ROWS):
-        rows = slice(start, min(mine.stop, start + _ROWS))
-        score = scores(images[rows])
-        target = score.gather(1, labels[rows, None])
-        above, equal = (score > target).sum(1), (score == target).sum(1) - 1
-        found.append(torch.stack([above, equal], dim=1))
-    above, equal = all_gather_rows(torch.cat(found), group).unbind(1)
-    within = [answered_within(above, equal, torch.ones_like(above), k) for k in TOPS]
+    there, _ = answers_by_ids(labels, torch.arange(len(classes), device=labels.device))
+    placed = place(images, classes, there, group)
+    within = [answered_within(*placed, k) for k in TOPS]
     counts, right = labels.bincount(), labels.bincount(within[0])
     shares = (*within, (right / counts)[counts > 0])
     return {name: float(s.mean()) for name, s in zip(ACCURACY.values(), shares, strict=True)}
-
-
-def train_labels(test: Labelled, train: Labelled) -> Tensor:
-    """The training images' number of each test class, by its name or number; int64.
-
-    Raises:
-        UsageError: a class of the test images is missing from the training images.
-    """
-    known: list[Any] = train.classes or list(range(train.n_classes))
-    wanted: list[Any] = test.classes or list(range(test.n_classes))
-    if missing := [name for name in wanted if name not in known]:
-        raise UsageError(
-            f"--class-train-data: lacks {len(missing)} of the {len(wanted)} classes of "
-            f"--class-data, such as {missing[0]!r}"
-        )
-    return torch.tensor([known.index(name) for name in wanted])

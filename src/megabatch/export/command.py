@@ -11,7 +11,6 @@ from megabatch.hints import Positional
 from megabatch.options import parse
 
 Target = Literal["openclip", "huggingface", "sentence-transformers"]
-Weights = Literal["final", "ema"]
 
 
 _LOADED_BY: dict[Target, str] = {
@@ -36,7 +35,7 @@ class Export:
     models of pairs of texts, such as retrievers."""
     output: Path
     """Folder to create. If it exists, it must be empty."""
-    weights: Weights = "final"
+    weights: Literal["final", "ema"] = "final"
     """The trained weights, or their moving average (model-ema.safetensors)."""
     trust: bool = False
     """Allow the configuration of RUN to name code to run: a model of the form module:function."""

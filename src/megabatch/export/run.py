@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from safetensors import SafetensorError
 
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import hugging_face, openclip
-from megabatch.export.command import Target, Weights
 from megabatch.files import new_folder
 from megabatch.hints import is_reference
 from megabatch.imports import named_extras
@@ -28,9 +27,9 @@ Writer: TypeAlias = Callable[[Opened, Path], list[str]]
 def export_run(
     run: str | Path,
     *,
-    to: Target,
+    to: str,
     output: str | Path,
-    weights: Weights = "final",
+    weights: Literal["final", "ema"] = "final",
     trust: bool = False,
 ) -> list[str]:
     """Write a run's model as a folder that another library loads, with the same embeddings.
@@ -38,7 +37,7 @@ def export_run(
     Args:
         run: the run's folder: `config.toml` with `model.safetensors` or checkpoints. A folder that
             its `model` names (`hf:PATH`, `local-dir:PATH`) must still be in its place.
-        to: the library.
+        to: the library: "openclip", "huggingface" or "sentence-transformers".
         output: the folder to create, which appears when it is complete.
         weights: the trained ones, or "ema", their moving average.
         trust: whether the run's `model` may be code to run (`module:function`).
@@ -61,7 +60,7 @@ def export_run(
             raise UsageError(f"cannot write {output}: {one_line(error, 200)}") from error
 
 
-def _writer(towers: Towers, to: Target) -> Writer:
+def _writer(towers: Towers, to: str) -> Writer:
     """The function that writes this model for a library; UsageError if the library has no such."""
     kind, writers = _writers(towers)
     if to in writers:
@@ -72,7 +71,7 @@ def _writer(towers: Towers, to: Target) -> Writer:
     raise UsageError(f"--to {to}: {towers.name} is {kind}, for which {to} has no format; {instead}")
 
 
-def _writers(towers: Towers) -> tuple[str, dict[Target, Writer]]:
+def _writers(towers: Towers) -> tuple[str, dict[str, Writer]]:
     """A description of the model's kind, and its writers by library."""
     module = towers.module
     visual = getattr(module, "visual", None)

@@ -90,15 +90,18 @@ def check(args: Namespace) -> None:
             "with torchrun or srun and leave it out"
         )
     step = args.torchcompile and getattr(args, "torchcompile_strategy", "") == "step"
-    refused = {
-        "--ddp-static-graph: gradients are synchronised in the last micro-batch only, which a "
-        "static graph does not support": args.ddp_static_graph,
-        "--use-naflex: the batches of a step would differ in size": getattr(
-            args, "use_naflex", False
+    for applies, reason in (
+        (
+            args.ddp_static_graph,
+            "--ddp-static-graph: gradients are synchronised in the last micro-batch only, which a "
+            "static graph does not support",
         ),
-        "--torchcompile-strategy step: OpenCLIP does not compile whole steps": step,
-    }
-    for reason, applies in refused.items():
+        (
+            getattr(args, "use_naflex", False),
+            "--use-naflex: the batches of a step would differ in size",
+        ),
+        (step, "--torchcompile-strategy step: OpenCLIP does not compile whole steps"),
+    ):
         if applies and args.accum_freq > 1:
             raise UsageError(f"{reason} with --accum-freq {args.accum_freq}; leave out one of them")
 

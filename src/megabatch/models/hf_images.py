@@ -35,7 +35,7 @@ _TOLERANCE = 0.1  # of two libraries' filters, in standard deviations
 def create(
     name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
 ) -> Towers:
-    """Build a two-tower model; see `huggingface.create`, which reads the config.
+    """Build a two-tower model; see `registry.create`, which reads the config.
 
     Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
     filter and shape (centre crop, or squashed) of the folder's own image processor.

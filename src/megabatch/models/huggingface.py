@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megabatch.errors import UsageError, one_line, plural
 from megabatch.imports import named_extras
-from megabatch.models.names import HUGGING_FACE, has_weights
+from megabatch.models.names import has_weights
 from megabatch.models.padding import Pooling, is_masked_kind, pool, without_padding
 from megabatch.models.towers import ModelOptions, Towers, TwoTowers
 from megabatch.models.weights import load_model
@@ -153,14 +153,10 @@ def read_tokenizer(
     return FolderTokenizer(folder, int(tokenizer.pad_token_id), length)
 
 
-def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
-    """Build the model of a folder, "hf:PATH"; see `registry.create`."""
-    folder = Path(name.removeprefix(HUGGING_FACE))
-    config = read_config(folder)
-    if hasattr(config, "vision_config") and hasattr(config, "text_config"):
-        from megabatch.models import hf_images
-
-        return hf_images.create(name, folder, config, weights, options)
+def create(
+    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
+) -> Towers:
+    """Build a text encoder, or two, for pairs of texts; see `registry.create`."""
     options.refuse(name, "force_patch_dropout", "force_image_size")
     if not hasattr(config, "hidden_size"):
         raise UsageError(f"--model: {folder} is not a text encoder: its config has no hidden_size")

@@ -49,9 +49,13 @@ def create(
 
         return glyph.create(file, options)
     if name.startswith(names.HUGGING_FACE):
-        from megabatch.models import huggingface
+        from megabatch.models import hf_images, huggingface
 
-        return huggingface.create(name, file, options)
+        folder = Path(name.removeprefix(names.HUGGING_FACE))
+        config = huggingface.read_config(folder)
+        has_images = hasattr(config, "vision_config") and hasattr(config, "text_config")
+        module = hf_images if has_images else huggingface
+        return module.create(name, folder, config, file, options)
     from megabatch.models import openclip
 
     return openclip.create(name, file, options)

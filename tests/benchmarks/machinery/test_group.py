@@ -53,27 +53,6 @@ def test_one_that_fails_is_a_result_and_the_others_go_on(monkeypatch: pytest.Mon
     assert found["dense"].product_rates[1] == found["half"].product_rates[0]
 
 
-def test_a_contender_is_announced_before_it_can_crash() -> None:
-    events = group.run(together("dense", "megabatch"), time.time() + 60)
-    order = [(case.contender, result is not None) for case, result in events]
-    assert order == [
-        ("dense", False),
-        ("megabatch", False),
-        ("dense", False),
-        ("dense", True),
-        ("megabatch", False),
-        ("megabatch", True),
-    ]
-
-
-def test_without_a_gradient_of_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter(monkeypatch, "fixed", lambda x, y, scale: dense_clip_loss(x, y, scale.detach()))
-    found = results(together("fixed"))["fixed"]
-    assert (found.status, found.note) == ("ok", "no gradient of the scale")
-    assert found.scale_gradient_error is None
-    assert found.max_row_error is not None
-
-
 @pytest.mark.parametrize("backward", [True, False])
 def test_a_single_call_of_repeated_rows(backward: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (inputs, group):
@@ -94,41 +73,6 @@ def test_a_single_call_of_repeated_rows(backward: bool, monkeypatch: pytest.Monk
     assert found.loss_error is not None
     assert found.loss_error < 1e-5
     assert (found.max_row_error is not None) == backward
-
-
-def test_rows_that_repeat_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (inputs, group):
-        monkeypatch.setattr(module, "PERIOD", 32)
-    group._exact.cache_clear()
-    found = results(together("dense", case=replace(CASE, b=65)))["dense"]
-    group._exact.cache_clear()
-    assert found.status == "ok"
-    assert found.max_row_error is not None
-    assert found.max_row_error < 1e-4
-
-
-def test_float16_is_scaled_as_in_training() -> None:
-    case = replace(CASE, dtype="float16", b=4096, d=8)
-    found = results(together("megabatch", case=case))["megabatch"]
-    assert found.max_row_error is not None
-    assert found.max_row_error < 2e-3  # without the scale's factor: 4e-3 and more
-
-
-def test_tf32_is_allowed_for_the_group_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-
-    def spy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        seen.append(torch.get_float32_matmul_precision())
-        return dense_clip_loss(x, y, scale)
-
-    enter(monkeypatch, "spy", spy)
-    before = torch.get_float32_matmul_precision()
-    results(together("spy", case=replace(CASE, tf32=True)))
-    assert set(seen) == {"high"}
-    seen.clear()
-    results(together("spy"))
-    assert set(seen) == {"highest"}
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_what_does_not_fit_into_the_time_is_skipped() -> None:

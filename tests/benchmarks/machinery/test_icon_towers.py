@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from machinery.icon_towers import NAME, GreyTransform, VisionTower, _patches, jittered
+from machinery.icon_towers import NAME, GreyTransform
 from megabatch.errors import UsageError
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.towers import lock, locked_towers, set_modes
@@ -39,19 +39,6 @@ def test_features_are_normalised_and_of_each_picture_alone(towers: Towers) -> No
     torch.testing.assert_close(outputs["image_features"][2:3], alone)
 
 
-def test_places_of_patches_matter(towers: Towers) -> None:
-    one = torch.full((1, 1, 64, 64), 255, dtype=torch.uint8)
-    one[..., :8, :8] = 0
-    other = one.roll((24, 24), dims=(2, 3))
-    module = towers.module.eval()
-    assert not torch.allclose(module.encode_image(one), module.encode_image(other), atol=1e-3)
-
-
-def test_patches_are_squares_row_by_row() -> None:
-    ink = torch.rand(3, 1, 64, 64)
-    assert torch.equal(_patches(ink)[1, 8 * 2 + 3], ink[1, 0, 16:24, 24:32].flatten())
-
-
 def test_training_is_random_by_torchs_generator_and_evaluation_is_not(towers: Towers) -> None:
     module, images = towers.module, pictures(2)
     module.eval()
@@ -63,37 +50,6 @@ def test_training_is_random_by_torchs_generator_and_evaluation_is_not(towers: To
         seen.append(module.encode_image(images))
     assert torch.equal(seen[0], seen[1])
     assert not torch.allclose(seen[0], seen[2])
-
-
-def test_jitter_moves_what_is_drawn_by_no_more_than_said() -> None:
-    torch.manual_seed(0)
-    ink = torch.zeros(64, 1, 64, 64)
-    ink[:, :, 28:36, 28:36] = 1
-    moved = jittered(ink)
-    assert moved[..., :18, :].max() == moved[..., 46:, :].max() == 0
-    area = moved.sum((1, 2, 3)) / 64
-    assert 0.7 < area.min() < 0.9
-    assert 1.1 < area.max() < 1.45
-    rows = (moved.sum((1, 3)) * torch.arange(64)).sum(1) / moved.sum((1, 2, 3)) - 31.5
-    assert 3 < rows.abs().max() < 64 * 0.08 / 0.85 + 0.1
-
-
-def test_jitter_is_no_coarser_under_autocast() -> None:
-    ink = torch.rand(4, 1, 64, 64)
-    torch.manual_seed(0)
-    exact = jittered(ink)
-    torch.manual_seed(0)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(jittered(ink), exact)
-
-
-def test_dropped_patches_leave_their_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    tower = VisionTower(16, 64, patch_dropout=0.75)
-    lengths: list[int] = []
-    tower.blocks.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
-    tower.train()(pictures(1))
-    tower.eval()(pictures(1))
-    assert lengths == [16, 64]
 
 
 def test_pictures_of_any_kind_become_grey_on_white() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 import draw_icons
 from machinery.grey import GreyWriter
-from machinery.icons import Icon, _drawn, caption, icons_of, is_held_out, write_icons
+from machinery.icons import _drawn, icons_of, is_held_out, write_icons
 from megabatch.data.pairs import caption_id
 from megabatch.data.sources import open_pairs
 
@@ -138,11 +138,6 @@ def test_whole_families_are_held_out() -> None:
     assert held_out == pytest.approx(160, abs=40)
 
 
-def test_captions_say_nothing_twice() -> None:
-    icon = Icon("map-pin-filled", "", ("Maps", "Map Pin  Filled"))
-    assert caption(icon, "Flags / Maps") == "map pin filled, maps, flags"
-
-
 def test_hidden_and_moving_icons_and_names_that_lead_nowhere_are_left_out() -> None:
     found = icons_of(sets()["plain"])
     names = ["home-outline", "linked", "offset", "wide", "wide-again", "wide-left", "wide-up"]
@@ -159,13 +154,6 @@ def test_boxes_are_in_the_middle_of_a_square_mirrored_and_turned() -> None:
     np.testing.assert_array_equal(pixels("wide-again"), pixels("wide"))
     found = np.argwhere(pixels("offset", 48))  # its box begins at -6, -9.5
     assert (found.min(axis=0).tolist(), found.max(axis=0).tolist()) == ([19, 12], [30, 35])
-
-
-def test_icons_without_a_size_have_16_pixels_and_broken_ones_are_told() -> None:
-    document = icon_set("x", icons={"a": {"body": PATH}})
-    del document["width"], document["height"]
-    assert 'viewBox="0 0 16 16"' in icons_of(document)[0].svg
-    assert _drawn(("<svg", 8)) == "undecodable"
 
 
 def test_pixels_of_another_size_are_refused(tmp_path: Path) -> None:

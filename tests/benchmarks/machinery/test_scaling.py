@@ -11,10 +11,9 @@ import torch
 import scaling as script
 from machinery import scaling
 from machinery.inputs import Case, features
-from machinery.parallel import PARALLEL, shard, without_transfers
+from machinery.parallel import PARALLEL, shard
 from machinery.ranks import Team
 from machinery.scaling import ScalingRecord, ScalingResult, Trial
-from megabatch.similarity.distributed import layout
 from tests import programs
 from tests.benchmarks.test_scripts import SCRIPTS, run
 
@@ -24,12 +23,6 @@ CASE = Case("clip", "megabatch", "cpu", "float32", b=1000, d=10, scale=14.3)
 def made(n: int, ms: float, rate: float = 1e12, b: int = 1000) -> ScalingRecord:
     result = ScalingResult("ok", "", (ms,), (rate,), 100, 0.1, host_ms=1.0)
     return scaling.record(Trial(Case(**{**vars(CASE), "b": b}), n), result)
-
-
-def test_a_record_of_several_devices_shares_the_work() -> None:
-    record = made(4, 10.0)
-    assert record.n_devices == 4
-    assert record.fraction == pytest.approx(8 * 1000**2 * 10 / 4 / 10e-3 / 1e12)
 
 
 def test_fractions_of_ideal() -> None:
@@ -73,14 +66,6 @@ def test_shards_are_the_rows_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> No
     for rank in range(4):
         for side, rows in zip(shard(case, Team(rank, 4, None, None)), whole, strict=True):
             assert torch.equal(side, rows[10 * rank : 10 * rank + 10])
-
-
-def test_transfers_come_back_after_a_trial_without() -> None:
-    names = "all_gather", "all_to_all", "reduce_scatter"
-    before = [getattr(layout, name) for name in names]
-    with without_transfers():
-        assert all(getattr(layout, n) is not b for n, b in zip(names, before, strict=True))
-    assert [getattr(layout, name) for name in names] == before
 
 
 def test_all_trials_have_a_contender_and_a_size() -> None:

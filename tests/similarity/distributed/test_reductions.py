@@ -22,15 +22,6 @@ from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.transfers import received_bytes, transferring
 
 
-@on_devices(2)
-def test_every_shard_empty(world: World) -> None:
-    x = torch.empty(0, D, requires_grad=True)
-    rows, columns = similarity.logsumexp(x, x)
-    assert rows.shape == columns.shape == (0,)
-    (rows.sum() + columns.sum()).backward()
-    assert x.grad.shape == (0, D)
-
-
 @on_devices(2, 3)
 def test_the_number_of_rows_of_all_processes(world: World) -> None:
     x, y = torch.randn(world.rank + 1, D), torch.randn(5, D)
