@@ -132,6 +132,7 @@ def weighted(parts: Sequence[MicroBatch], shares: Sequence[float]) -> MicroBatch
         made[name] = round(
             sum(s * getattr(one, name) for one, s in zip(parts, shares, strict=True))
         )
+    made["peak"] = max(made["peak"], made["kept"])  # of small ones it is nearly constant
     for name in ("encode", "record", "backward"):
         made[name] = Work()
         for one, share in zip(parts, shares, strict=True):
