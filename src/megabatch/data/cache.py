@@ -37,7 +37,7 @@ _BLOCK = 1 << 22  # bytes
 
 
 def _place(kind: str, identity: object, name: str) -> Path:
-    """Where the cache has what belongs to an identity."""
+    """The path in the cache of what belongs to an identity."""
     digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:32]
     return default_cache_dir() / kind / digest / name
 

@@ -159,7 +159,7 @@ class JoinedRows(Samples):
 
 
 def _read(table: Any, row: int) -> tuple[Any, list[str]]:
-    """What identifies a row's image or first text, None without one, and the row's captions."""
+    """The identity of a row's image or first text, None if it has none, and the row's captions."""
     key, first, captions = table.key(row), table.first_of(row), table.caption_of(row)
     captions = _cleaned(captions if isinstance(captions, list) else [captions], key)
     if table.first == "text":

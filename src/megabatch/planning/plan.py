@@ -325,7 +325,7 @@ class Planner:
         ]
 
     def _inputs(self, config: TrainConfig, rows: int) -> Iterator[Part]:
-        """What a host, or on the CPU a process, has of inputs."""
+        """Bytes of inputs on a host, or on the CPU in a process."""
         # The current batch, the next one and, with workers, the parts of the one after that.
         machine, batches = self.machine, 3 if config.workers or self.file_bytes is not None else 2
         each = min(machine.per_host, machine.count) if machine.device == "cuda" else 1

@@ -110,7 +110,9 @@ def test_half_precision(world: World) -> None:
 
         def close(mine: Tensor, truth: Tensor, rounding: float = rounding) -> None:
             low = mine.dtype in (torch.float16, torch.bfloat16)
-            rtol, atol = (4 * rounding, 1e-7) if low else (1e-5, 5e-5)
+            # A GPU adds float32 in another order on a rank than on all rows.
+            full = 1e-5, 5e-5 if mine.is_cuda else 1e-5
+            rtol, atol = (4 * rounding, 1e-7) if low else full
             torch.testing.assert_close(mine, truth, rtol=rtol, atol=atol)
 
         def function(group: object, x: Tensor, y: Tensor) -> list[Tensor]:
