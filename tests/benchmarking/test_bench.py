@@ -104,9 +104,9 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--batch-size 0", "--batch-size 0: expected at least 1"),
+        ("--batch-size 0", "--batch-size 0: expected greater than 0"),
         ("--batch-size", "--batch-size: expected at least one"),
-        ("--scale nan", "--scale nan: expected a number above 0"),
+        ("--scale nan", "--scale nan: expected a finite number"),
         ("--contenders dnse", "--contenders dnse: expected some of megabatch,"),
         ("--contenders dense dense", "--contenders dense: given 2 times"),
         ("--contenders dense-compiled", "--contenders dense-compiled: needs --device cuda"),

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
+from megabatch import options
 from megabatch.cli import COMMANDS, main
-from megabatch.options import Parser
+from megabatch.config import file
 from tests.docs.pages import PAGES, ROOT, blocks
 
 LANGUAGES = ("bash", "console")
@@ -102,11 +103,11 @@ def check_module(module: str, rest: list[str]) -> None:
 def accepts(program: object, words: Sequence[str]) -> None:
     """Raises an exception unless the program's own parser takes these words."""
     assert callable(program)
-    read, parse = argparse.ArgumentParser.parse_args, Parser.parse
+    read, make = argparse.ArgumentParser.parse_args, options.make
 
     def accepted(reader: object) -> object:
-        def wrapped(self: object, *arguments: object) -> None:
-            reader(self, *arguments)  # type: ignore[operator]
+        def wrapped(*arguments: object) -> None:
+            reader(*arguments)  # type: ignore[operator]
             raise Accepted
 
         return wrapped
@@ -114,10 +115,11 @@ def accepts(program: object, words: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", list(words))
         patch.setattr(argparse.ArgumentParser, "parse_args", accepted(read))
-        patch.setattr(Parser, "parse", accepted(parse))
+        for module in (options, file):
+            patch.setattr(module, "make", accepted(make))
         with contextlib.suppress(Accepted):
             code = program()
-            helped = words[-1].startswith("--help")
+            helped = words[-1] == "--help"
             assert (helped, code) == (True, 0), f"exit code {code}: {shlex.join(words)}"
 
 
@@ -138,9 +140,7 @@ def test_commands_exist_with_their_options(
 
 def test_the_reference_shows_the_options_of_every_command() -> None:
     shown = "\n".join(blocks("docs/reference/command-line.md", "{help}"))
-    assert set(re.findall(r"^megabatch (\w+(?: \w+)?) --help(?:-all)?$", shown, re.M)) == set(
-        COMMANDS
-    )
+    assert set(re.findall(r"^megabatch (\w+(?: \w+)?) --help$", shown, re.M)) == set(COMMANDS)
 
 
 @pytest.mark.parametrize(

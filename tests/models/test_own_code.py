@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megabatch.errors import UsageError
-from megabatch.hints import is_reference
 from megabatch.models import own_code
+from megabatch.options import is_reference
 from tests.own_parts import WriteModule, user_modules
 
 

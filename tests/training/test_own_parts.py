@@ -68,7 +68,7 @@ def test_the_example_is_trained_resumed_and_evaluated(
     assert f"report:  megabatch report {tmp_path / 'run'}\n" in out
     saved = (tmp_path / "run/config.toml").read_text()
     assert 'loss = "mine:FocalClipLoss"' in saved
-    assert "megabatch train --config THIS_FILE --trust --output" in saved
+    assert "megabatch train --config THIS_FILE --output" in saved
     code, out = command("train", *OWN, "--steps", "3", "--resume")
     assert (code, "continuing after step 2" in out) == (0, True), out
     evaluated = ["--steps", "4", "--val-data", str(pictures)]

@@ -86,7 +86,7 @@ def test_late_decoding_is_planned_by_the_images_that_there_are(shard, capsys):
     ("options", "message"),
     [
         (["--gpus", "0"], "--gpus 0: expected"),
-        (["--gpu-memory", "lots"], "--gpu-memory lots: expected a size such as 80GiB"),
+        (["--gpu-memory", "lots"], "--gpu-memory lots: expected a size such as 20GiB"),
         (["--micro-batch-size", "0"], "--micro-batch-size 0: expected"),
         (["--model", "no-such"], "--model: 'no-such' is not known"),
     ],

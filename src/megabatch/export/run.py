@@ -12,12 +12,12 @@ from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import hugging_face, openclip
 from megabatch.files import new_folder
-from megabatch.hints import is_reference
 from megabatch.imports import named_extras
 from megabatch.models import Towers
 from megabatch.models.hf_images import ImageTower
 from megabatch.models.huggingface import TextEncoder
 from megabatch.models.towers import TwoTowers
+from megabatch.options import is_reference
 
 #: Writes a model's files into an empty folder; returns sentences that its users must know.
 Writer: TypeAlias = Callable[[Opened, Path], list[str]]

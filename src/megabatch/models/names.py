@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic.dataclasses import dataclass
+
 from megabatch.errors import UsageError, did_you_mean
-from megabatch.hints import is_reference
-from megabatch.options import parse
+from megabatch.options import CONFIG, is_reference, parse
 
 #: Our own model.
 GLYPH = "glyph-small"
@@ -23,7 +23,7 @@ DOWNLOAD = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class Models:
     """List the models that --model takes.
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from megabatch.errors import UsageError, did_you_mean, one_line
-from megabatch.hints import option
+from megabatch.options import option
 
 
 def load(reference: str, setting: str) -> Any:

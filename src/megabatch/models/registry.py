@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import nn
 
 from megabatch.errors import UsageError
-from megabatch.hints import is_reference
 from megabatch.models import names, own_code, weights
 from megabatch.models.towers import ModelOptions, Towers
+from megabatch.options import is_reference
 
 
 def create(

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError, plural
-from megabatch.hints import option
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models.padding import Lengths, Pooling
+from megabatch.options import option
 
 Tower = Literal["image", "text"]
 

@@ -9,20 +9,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.config.file import FINE_TUNING, to_dict
+from megabatch.config.file import to_dict
 from megabatch.config.objective import create_objective
-from megabatch.config.problems import problems, schedule_problems
-from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
+from megabatch.config.settings import (
+    TrainConfig,
+    activation_bytes,
+    problems,
+    schedule_problems,
+    unmeasured_micro_batch,
+)
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
-from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
 from megabatch.models.towers import lock, set_modes
 from megabatch.models.weights import load_tower
+from megabatch.options import is_reference, option
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
 from megabatch.training.micro_batch import batch_norms
@@ -164,15 +169,11 @@ def weight_notes(config: TrainConfig) -> list[str]:
     """A line on the learning rate of a model that starts with weights, unless it was chosen."""
     source = config.model if config.pretrained is None else f"--pretrained {config.pretrained}"
     trained = names.is_trained(config.model) or config.pretrained is not None
-    rates = {name: getattr(config, name) for name in FINE_TUNING}
     if not trained or config.lock_image or config.lock_text:
         return []
-    if rates == FINE_TUNING and names.is_text_encoder(config.model):
-        chosen = " ".join(with_value(name, value) for name, value in rates.items())
-        return [f"{source} has weights, so the defaults are those of fine-tuning: {chosen}"]
     if config.lr == TrainConfig.lr:
         return [
-            f"{source} has weights, but {with_value('lr', config.lr)} is meant for random ones; "
+            f"{source} has weights, but --lr {config.lr} is meant for random ones; "
             "fine-tuning usually takes 1e-5 to 1e-4"
         ]
     return []
@@ -205,7 +206,7 @@ def check_kind(config: TrainConfig, given: str, taken: str) -> None:
 
 def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: int) -> list[str]:
     """Reasons why a data set with this many pairs per epoch is too small for the run."""
-    batch = with_value("global_batch_size", config.global_batch_size)
+    batch = f"--global-batch-size {config.global_batch_size}"
     if config.global_batch_size < ranks:
         return [f"{batch}: expected at least 1 for each of {ranks} processes"]
     if config.global_batch_size > pairs:
