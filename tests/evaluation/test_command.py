@@ -33,7 +33,7 @@ def test_names_with_rich_s_markup_appear_as_they_are(
     ("arguments", "message"),
     [
         ("missing-folder", "missing-folder is not a folder"),
-        (". --device nowhere", "--device nowhere: expected auto, cpu, cuda or cuda:N"),
+        (". --device nowhere", "--device nowhere: String should match pattern"),
         ("--model glyph-smal --output new --val-data glyphs", "'glyph-smal' is not known; did"),
         ("--model glyph-small --output new --val-data none.csv", "--val-data: nothing matches"),
         ("--model glyph-small --output new --class-data none.tar", "--class-data: nothing matches"),

@@ -114,7 +114,7 @@ def test_the_command_says_how_to_load_the_folder(
     assert first.endswith(f"load it with transformers.AutoModel.from_pretrained('{tmp_path}/out')")
     assert second.startswith("note: the folder has the encoder alone")
     for wrong, words in (
-        (["--to", "onnx"], "expected 'openclip' or 'huggingface' or 'sentence-transformers'"),
+        (["--to", "onnx"], "expected 'openclip', 'huggingface' or 'sentence-transformers'"),
         ([], "the following arguments are required: --to"),
     ):
         assert main([*asked, *wrong]) == 2
