@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.samples import Sample, Samples
+from tests.data.samples import write_tar
 
 NAMES = ("digit_zero", "digit_one", "digit_two", "digit_three")
 
@@ -58,14 +58,8 @@ def image_folder(folder: Path, per_class: int, seed: int = 0) -> Path:
 
 def shard(path: Path, samples: list[dict[str, bytes]]) -> Path:
     """A tar file with the members of each sample by extension."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for i, members in enumerate(samples):
-            for extension, data in members.items():
-                info = tarfile.TarInfo(f"{i:04}.{extension}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    return path
+    members = [(f"{i:04}.{kind}", data) for i, s in enumerate(samples) for kind, data in s.items()]
+    return write_tar(path, members)
 
 
 def class_shards(folder: Path, per_class: int, seed: int = 0) -> Path:
