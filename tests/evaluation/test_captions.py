@@ -14,7 +14,15 @@ from megabatch.data.tables import Wanted
 from megabatch.errors import UsageError
 from megabatch.evaluation.captions import open_captioned, open_val_data
 from megabatch.evaluation.samples import Samples
-from tests.evaluation.material import caption_table, captions, picture, png, shard, write_pictures
+from tests.evaluation.material import (
+    caption_rows,
+    caption_table,
+    captions,
+    picture,
+    png,
+    shard,
+    write_pictures,
+)
 
 N = 7
 COLUMNS = Wanted("photo", caption="said", lists=True)
@@ -26,17 +34,6 @@ def check(data: Samples) -> None:
     for i, expected in enumerate(captions(N)):
         assert data[i].target == expected
         assert data[i].image.tobytes() == picture(i % 4, i).tobytes()
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """A row for each caption, an image's rows apart from each other."""
-    names, texts = write_pictures(folder, N), captions(N)
-    return [
-        {"photo": names[i], "said": texts[i][j]}
-        for j in range(3)
-        for i in range(N)
-        if j < len(texts[i])
-    ]
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -57,7 +54,7 @@ def found(data: Samples) -> tuple[list[Any], list[str]]:
 
 def test_rows_of_one_image_are_joined_also_across_files(tmp_path: Path) -> None:
     check(open_captioned(str(caption_table(tmp_path, N))))
-    rows = rows_of(tmp_path)
+    rows = [{"photo": name, "said": text} for name, text in caption_rows(tmp_path, N)]
     for part, some in enumerate((rows[:N], rows[N:])):
         write_lines(tmp_path / f"{part}.jsonl", some)
         images = [(tmp_path / row["photo"]).read_bytes() for row in some]

@@ -83,33 +83,25 @@ def test_labelled_images_are_classified(run: Path, tmp_path: Path) -> None:
     assert from_shards["model"] == pytest.approx(from_folders["model"])
 
 
-@pytest.mark.usefixtures("no_report")
-def test_the_moving_average_is_evaluated_where_there_is_one(run: Path, tmp_path: Path) -> None:
-    data = {"class_data": str(class_shards(tmp_path / "wds", 3))}
-    with pytest.raises(UsageError, match=r"has no model-ema\.safetensors"):
-        evaluate_run(run, weights="ema", **data)
-    state = load_file(run / "model.safetensors")
-    save_file({k: 0.5 * v for k, v in state.items()}, run / "model-ema.safetensors")
-    evaluation = evaluate_run(run, weights="ema", **data)
-    assert evaluation["run"]["weights"] == "model-ema.safetensors"
-
-
-def test_a_model_by_name_is_evaluated_without_a_run(
+def test_a_moving_average_is_evaluated_as_weights_of_a_run_and_of_a_model_by_name(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = class_shards(tmp_path / "a [/b] [red] :cat:", 3)  # markup, where rich is asked for it
+    with pytest.raises(UsageError, match=r"has no model-ema\.safetensors"):
+        evaluate_run(run, weights="ema", class_data=str(data))
+    state, average = load_file(run / "model.safetensors"), run / "model-ema.safetensors"
+    save_file({k: 0.5 * v for k, v in state.items()}, average)
     output = tmp_path / "out [/c]"
     options = ["--class-data", str(data), "--output", str(output), "--device", "cpu"]
-    weights = ["--pretrained", str(run / "model.safetensors")]
-    assert main(["eval", "--model", "glyph-small", *weights, *options]) == 0
+    assert main(["eval", "--model", "glyph-small", "--pretrained", str(average), *options]) == 0
     out = capsys.readouterr().out
     assert f"{data}, zero-shot: 12 in 4 classes" in out
     assert "mean per class" in out
     assert f"report: {output}/report.html" in out
     by_name = json.loads((output / "evaluation.json").read_text())
-    by_run = evaluate_run(run, class_data=str(data))
+    by_run = evaluate_run(run, weights="ema", class_data=str(data))
     assert by_name["zero_shot"] == by_run["zero_shot"]
-    assert by_name["run"]["weights"] == "model.safetensors"
+    assert by_name["run"]["weights"] == by_run["run"]["weights"] == "model-ema.safetensors"
 
 
 # Questions with one to three answers; an answer of one or two questions, which differ in others.

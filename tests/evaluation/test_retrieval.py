@@ -166,12 +166,10 @@ GOOD = torch.ones(4, 3)
         ({"y": torch.ones(5, 3)}, ValueError, "y: expected 4 rows, .* got 5"),
         ({"y": GOOD * torch.nan}, ValueError, "y has 4 of 4 rows that are not finite"),
         ({"x_ids": IDS}, TypeError, "y_ids: expected .* got NoneType"),
-        ({"x_ids": IDS[:3], "y_ids": IDS}, ValueError, r"x_ids: expected shape \(4,\), got \(3,\)"),
         ({"x_ids": IDS, "y_ids": IDS.float()}, TypeError, "y_ids: expected .* got torch.float32"),
         ({"x_ids": IDS, "y_ids": IDS + 9}, ValueError, "no row has a right answer"),
         ({"ks": 5}, ValueError, "ks: expected integers from 1, got 5"),
         ({"ks": ()}, ValueError, r"ks: .* got \(\)"),
-        ({"ks": (0,)}, ValueError, r"ks: .* got \(0,\)"),
         ({"ks": (1.5,)}, ValueError, r"ks: .* got \(1.5,\)"),
     ],
 )

@@ -19,8 +19,13 @@ from megabatch.evaluation.samples import Sample, Samples
 
 GLYPHS = "glyphs"  # as `val_data`: the built-in tasks
 USUAL = Wanted(lists=True)  # columns of the usual names
-# Settings that name the columns of tables, in the order of `Wanted`.
-_COLUMNS = ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator")
+# Fields of `Wanted`, and the settings that give them.
+_COLUMNS = {
+    "image": "csv_img_key",
+    "query": "csv_query_key",
+    "caption": "csv_caption_key",
+    "separator": "csv_separator",
+}
 
 
 def open_val_data(val_data: str, model: str, first: str, settings: Mapping[str, Any]) -> Samples:
@@ -35,9 +40,9 @@ def open_val_data(val_data: str, model: str, first: str, settings: Mapping[str, 
     Raises:
         UsageError: the data cannot be opened, or are not of the kind that the model takes.
     """
-    unused = "csv_query_key" if first == "image" else "csv_img_key"
-    columns = [None if name == unused else settings.get(name) for name in _COLUMNS]
-    samples = open_captioned(val_data, Wanted(*columns, lists=True))
+    columns: dict[str, Any] = {field: settings.get(name) for field, name in _COLUMNS.items()}
+    columns["query" if first == "image" else "image"] = None
+    samples = open_captioned(val_data, Wanted(**columns, lists=True))
     if samples.first != first:
         raise UsageError(f"{model} takes {first}s with texts, but {val_data} has {samples.first}s")
     return samples

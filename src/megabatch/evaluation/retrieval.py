@@ -32,8 +32,9 @@ from megabatch.similarity import eager, settings
 from megabatch.similarity.arguments import check_integers, check_same_rows, check_two
 from megabatch.similarity.distributed.comm import agree, group_name
 
-# Scores that are in memory at a time, whole rows of them; on a CPU they stay in its cache.
-_CPU_SCORES, _GPU_SCORES = 2**22, 2**26
+# Scores that are in memory at a time, whole rows of them; on a CPU they stay in its cache. Those of
+# 16 rows take less than features, and products of fewer are slow.
+_CPU_SCORES, _GPU_SCORES, _ROWS = 2**22, 2**26, 16
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def place(
         x: (m, d); y: (n, d); right: their right answers.
         group: ranks that share the work; each holds all of these tensors, and gets all results.
     """
-    height = max(1, (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // len(y))
+    height = max(_ROWS, (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // len(y))
     mine = local_range(len(x), group, block=height)
     # For the columns left over from groups of 8, MKL uses other kernels, which round differently.
     padded = F.pad(y, (0, 0, 0, -len(y) % 16))
