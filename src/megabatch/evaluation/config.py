@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 from pydantic import NonNegativeInt, PositiveInt
 from pydantic.dataclasses import dataclass
 
-from megabatch.config.settings import Device, resolve_device
+from megabatch.config.settings import Device
 from megabatch.errors import UsageError, one_line
 from megabatch.options import CONFIG, option
 
@@ -119,9 +118,3 @@ def read_config(folder: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error
-
-
-def choose_device(name: str, *, several: bool = False) -> str:
-    """The device of this process, one of `several` or alone; a UsageError if there is none."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if several else None
-    return str(resolve_device(name, local_rank))
