@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import pickle
 import shutil
@@ -35,37 +34,35 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_saved_is_what_is_read(tmp_path: Path) -> None:
-    assert load_newest(tmp_path / "none") is None
-    place = save(tmp_path, made(7), keep=2)
-    read = load_newest(tmp_path)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text("seed = 7")
+    return tmp_path / "checkpoints"
+
+
+def test_what_is_saved_is_what_is_read_and_nothing_is_a_pickle(folder: Path) -> None:
+    assert load_newest(folder) is None
+    place = save(folder, made(7), keep=2)
+    read = load_newest(folder)
     assert read is not None
     assert torch.equal(read.model["w"], torch.full((8,), 7.0))
     assert torch.equal(read.optimizer["w/exp_avg"], torch.full((8,), 14.0))
     assert read.state["seconds"] == 1.5
-    assert names(place) == ["model.safetensors", "optimizer.safetensors", "state.json"]
-
-
-def test_only_the_newest_are_kept_in_order_of_steps_not_of_names(tmp_path: Path) -> None:
-    for step in (9, 10, 99_999_999, 100_000_000):
-        save(tmp_path, made(step), keep=2)
-    assert names(tmp_path) == ["step-100000000", "step-99999999"]
-    assert newest_step(tmp_path) == 100_000_000
-
-
-def test_a_user_s_copy_of_a_checkpoint_is_none(tmp_path: Path) -> None:
-    copy = shutil.copytree(save(tmp_path, made(9), keep=2), tmp_path / "step-00000099.bak")
-    for step in (10, 11):
-        save(tmp_path, made(step), keep=1)
-    assert newest_step(tmp_path) == 11
-    assert names(tmp_path) == ["step-00000011", copy.name]
-
-
-def test_nothing_saved_is_a_pickle(tmp_path: Path) -> None:
-    for path in save(tmp_path, made(1), keep=1).iterdir():
+    expected = ["config.toml", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert names(place) == expected
+    assert (place / "config.toml").read_text() == "seed = 7"
+    for path in place.iterdir():
         with pytest.raises((pickle.UnpicklingError, KeyError, ValueError, EOFError, IndexError)):
             pickle.loads(path.read_bytes())
         assert not path.read_bytes().startswith(b"PK")  # the zip that torch.save makes
+
+
+def test_the_newest_steps_are_kept_and_a_user_s_copy_is_none(folder: Path) -> None:
+    copy = shutil.copytree(save(folder, made(9), keep=2), folder / "step-200000000.bak")
+    for step in (10, 99_999_999, 100_000_000):  # in order of steps, not of names
+        save(folder, made(step), keep=2)
+    assert names(folder) == ["step-100000000", copy.name, "step-99999999"]
+    assert newest_step(folder) == 100_000_000
 
 
 def calls_of_a_save(folder: Path, patch: pytest.MonkeyPatch) -> int:
@@ -115,13 +112,13 @@ def die_at(call: int, folder: Path, before: bool) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_process_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
-    calls = calls_of_a_save(tmp_path / "count", monkeypatch)
+    calls = calls_of_a_save(folder, monkeypatch)
     assert calls >= 6  # three files, their folder, the rename, the folder above
     reached = []
     for call in range(1, calls + 1):
-        folder = tmp_path / str(call)
+        shutil.rmtree(folder)
         save(folder, made(1), keep=2)
         die_at(call, folder, before)
         reached.append(newest_step(folder))
@@ -135,31 +132,24 @@ def test_a_process_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint(
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
 @pytest.mark.parametrize("damage", ["absent", "empty", "cut", "flipped"])
 def test_a_damaged_newest_checkpoint_is_told_with_the_one_before(
-    tmp_path: Path, name: str, damage: str
+    folder: Path, name: str, damage: str
 ) -> None:
-    save(tmp_path, made(1), keep=3)
-    place = save(tmp_path, made(2), keep=3)
+    save(folder, made(1), keep=3)
+    place = save(folder, made(2), keep=3)
     path = place / name
     content = bytearray(path.read_bytes())
     if damage == "absent":
         path.unlink()
     elif damage == "flipped" and name == "state.json":
-        path.write_bytes(content.replace(b"{", b"[", 1))
+        path.write_bytes(content.replace(b'"format": 1', b'"format": 9'))
     else:
         content[-3] ^= 255
         path.write_bytes({"empty": b"", "cut": content[:-9], "flipped": bytes(content)}[damage])
     told = f"{place} is damaged: .*; delete it, and --resume continues from step-00000001"
     with pytest.raises(CheckpointError, match=told):
-        load_newest(tmp_path)
+        load_newest(folder)
     shutil.rmtree(place)
-    assert newest_step(tmp_path) == 1
-
-
-def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> None:
-    path = save(tmp_path, made(1), keep=1) / "state.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="format 99, expected 1"):
-        load_newest(tmp_path)
+    assert newest_step(folder) == 1
 
 
 @pytest.mark.parametrize(
@@ -174,7 +164,7 @@ def test_a_checkpoint_of_another_format_is_not_guessed_at(tmp_path: Path) -> Non
     ],
 )
 def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_rubbish(
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     failure: BaseException,
     expected: type[BaseException],
@@ -183,13 +173,13 @@ def test_a_save_that_fails_leaves_the_earlier_checkpoint_and_no_rubbish(
     def fail(descriptor: int) -> None:
         raise failure
 
-    save(tmp_path, made(1), keep=2)
+    save(folder, made(1), keep=2)
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.os, "fsync", fail)
         with pytest.raises(expected, match=message):
-            save(tmp_path, made(2), keep=2)
-    assert names(tmp_path) == ["step-00000001"]
-    assert newest_step(tmp_path) == 1
+            save(folder, made(2), keep=2)
+    assert names(folder) == ["step-00000001"]
+    assert newest_step(folder) == 1
 
 
 def test_tensors_that_share_memory_and_slices_are_written_apart(tmp_path: Path) -> None:

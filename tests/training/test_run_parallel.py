@@ -174,9 +174,10 @@ def test_runs_of_two_processes_are_that_of_one(
     for run in (ddp, fsdp):  # and so they are during training
         validated = [json.loads(line) for line in (run.output / "validation.jsonl").open()]
         assert list(dict.fromkeys(record["step"] for record in validated)) == [4, 8, 9]
-        best = json.loads((run.output / "best/best.json").read_text())
-        again = evaluate_run(run.output / "best", val_data=config.train_data)
-        assert again["retrieval"]["pairs"]["model"][best["metric"][6:]] == best["value"]
+        again = evaluate_run(run.output / "checkpoints/step-00000008", val_data=config.train_data)
+        recall = again["retrieval"]["pairs"]["model"]["image_to_text/recall@1"]
+        (before,) = (r for r in validated if r["step"] == 8)
+        assert before["pairs/image_to_text/recall@1"] == recall
 
     for run, (first, second), code in ((stopped, told[2], 75), (ctrl_c, told[3], 130)):
         assert (first["code"], second["code"]) == (code, code)

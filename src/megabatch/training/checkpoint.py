@@ -1,7 +1,8 @@
 """Atomic checkpoints: complete or absent, whenever the process dies.
 
-A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors` and
-`state.json`; nothing in it is a pickle. It is written to a temporary folder next to its place,
+A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors`,
+`state.json` and the run's `config.toml`, by which it can be evaluated and exported as a run's
+folder. Nothing in it is a pickle. It is written to a temporary folder next to its place,
 flushed to the disk and renamed: a folder with the final name is complete. `state.json` also has the
 size and SHA-256 of the other two files, so that later damage is found before anything is loaded.
 
@@ -53,8 +54,15 @@ class CheckpointError(UsageError):
     exit_code = 1  # not a mistake in the command
 
 
+def place(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint in `folder` (RUN/checkpoints)."""
+    return folder / f"step-{step:08d}"
+
+
 def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """Write a checkpoint into `folder` (RUN/checkpoints), then delete all but the newest `keep`.
+
+    RUN has the `config.toml`.
 
     Returns:
         The checkpoint's own folder.
@@ -63,9 +71,10 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         CheckpointError: it could not be written (a full disk, say). The incomplete one is removed,
             earlier ones stay.
     """
-    place = folder / f"step-{checkpoint.state['step']:08d}"
+    own = place(folder, checkpoint.state["step"])
     try:
-        with new_folder(place) as partial:
+        with new_folder(own) as partial:
+            shutil.copyfile(folder.parent / "config.toml", partial / "config.toml")
             _write_files(partial, checkpoint)
         _flush_folder(folder)
     except (OSError, SafetensorError, UsageError) as error:
@@ -75,7 +84,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
         ) from error
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
-    return place
+    return own
 
 
 def load_newest(folder: Path) -> Checkpoint | None:

@@ -1,17 +1,13 @@
-"""Evaluation at the end of a run and during it, by all ranks, and the best weights so far."""
+"""Evaluation at the end of a run and during it, by all ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.data.fetch import random_state_kept
 from megabatch.errors import naming
@@ -86,39 +82,3 @@ def figures(evaluation: dict[str, Any]) -> dict[str, float]:
         for name, value in contenders["model"].items()
         if not name.endswith("queries")
     }
-
-
-def keep_best(
-    run: Path, folder: Path, step: int, val_data: str | None, found: dict[str, float]
-) -> str:
-    """Copy an evaluated folder's weights to RUN/best if they are better than those there.
-
-    The first figure decides: recall@1 from images (or first texts) to texts, of the first task.
-    RUN/best is a run's folder of its own, with `config.toml`, `model.safetensors` and `best.json`:
-    the metric, `val_data`, the value and the step. If the process is killed between the last two
-    files, a resumed run repeats the step and completes them.
-
-    Args:
-        run: the run's folder. folder: has the weights of `step`.
-        val_data, found: the data of the evaluation, and its figures.
-
-    Returns:
-        The figure's name; "" if they are not better. Those of other data always give way.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    best = run / "best"
-    metric, value = next(iter(found.items()))
-    about = {"metric": metric, "val_data": val_data, "value": value, "step": step}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or damaged
-        before = json.loads((best / "best.json").read_text(encoding="utf-8"))
-        same = (before["metric"], before["val_data"]) == (metric, val_data)
-        if same and value <= before["value"]:
-            return ""
-    best.mkdir(exist_ok=True)
-    for name in ("config.toml", "model.safetensors"):
-        with files.replacing(best / name) as partial:
-            shutil.copyfile(folder / name, partial)
-    files.write_text(best / "best.json", json.dumps(about, indent=1) + "\n")
-    return metric

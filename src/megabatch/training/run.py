@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megabatch import files
 from megabatch.config.file import save_config
 from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.data import Batch
@@ -26,10 +23,9 @@ from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
 from megabatch.training import checkpoint
 from megabatch.training.checkpoint import Checkpoint, load_newest
-from megabatch.training.evaluating import evaluate, figures, keep_best
+from megabatch.training.evaluating import evaluate, figures
 from megabatch.training.interrupt import exit_code, signals_recorded
 from megabatch.training.log import Meter, Progress, duration, memory_bytes
-from megabatch.training.run_folder import own_folder
 from megabatch.training.setup import Setup, data_for_plan, prepare
 from megabatch.training.trackers import Trackers
 from megabatch.training.trainer import Trainer, TrainingStopped
@@ -63,9 +59,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
         kept = 0
         if setup.config.plan != "off":
             kept = world.attempt(lambda: _plan(setup, console))
-        own = own_folder(setup.config) if world.main else contextlib.nullcontext()
-        with contextlib.ExitStack() as stack, _disk_told(setup.config.output):
-            world.attempt(lambda: stack.enter_context(own))
+        with _disk_told(setup.config.output):
             run = Run(setup, console, trackers)
             if world.device.type == "cpu":
                 run.trainer.division.kept = min(world.gather(kept))
@@ -100,6 +94,11 @@ def _disk_told(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise TrainingStopped(f"{folder}: {reason}") from error
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps, 0 for never, is due after `step`."""
+    return step > 0 and every > 0 and step % every == 0
 
 
 def _plan(setup: Setup, console: Console) -> int:
@@ -152,8 +151,8 @@ class Run:
             self._restore()
         self._place = self.loader.state_dict()  # in the data, after the last step
         if self.world.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
             save_config(self.config, self.folder / "config.toml")
-            shutil.rmtree(self.folder / "validation", ignore_errors=True)  # of a killed process
             if self.trainer.step < setup.total_steps:  # of a finished run that is extended
                 for name in ("model.safetensors", "model-ema.safetensors"):
                     (self.folder / name).unlink(missing_ok=True)
@@ -172,9 +171,14 @@ class Run:
     def _steps(self, signals: list[int]) -> int:
         trainer, config = self.trainer, self.config
         progress = Progress(self.console, trainer.total_steps, trainer.step)
-        self.meter.mark()
         batches, since = self._batches(), trainer.step
         while trainer.step < trainer.total_steps:
+            # A resumed run evaluates its first step again: it may have been killed in between.
+            if _due(trainer.step, config.val_frequency):
+                self._validate()
+            if _due(trainer.step, config.checkpoint_every):
+                self._save()
+            self.meter.mark()
             received, batch = self._next(batches, signals)
             if received:
                 return received
@@ -184,57 +188,31 @@ class Run:
             del batch  # the loader uses its memory again
             self._place = self.loader.state_dict()
             self.meter.mark()
-            last = trainer.step == trainer.total_steps
-            if last or trainer.step % config.log_every == 0:
+            if trainer.step == trainer.total_steps or trainer.step % config.log_every == 0:
                 pairs = (trainer.step - since) * config.global_batch_size
                 since = trainer.step
                 record = self._record(values | trainer.scale_values(), self.meter.lap(pairs))
                 self.trackers.step(record)
                 progress.update(trainer.step, record)
-            # Before the checkpoint: if the process is killed, the resumed run evaluates again. The
-            # last step's evaluation and checkpoint follow.
-            if config.val_frequency and trainer.step % config.val_frequency == 0 and not last:
-                self.meter.mark()
-                self._validate()
-                self.meter.leave_out()
-            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and not last:
-                self._save()
-            self.meter.mark()
         return 0
 
     def _validate(self) -> None:
-        """Evaluate the weights of this step, from a folder like a finished run's."""
+        """Save a checkpoint and evaluate it; this counts as no time of training."""
         started, step = time.perf_counter(), self.trainer.step
-        folder = self.folder / "validation"
-        weights = self.trainer.weights()
-
-        def write() -> None:
-            folder.mkdir(exist_ok=True)
-            shutil.copyfile(self.folder / "config.toml", folder / "config.toml")
-            files.write_text(folder / "best.json", json.dumps({"step": step}))
-            checkpoint.save_tensors(weights, folder / "model.safetensors")
-
-        self._write(write)
-        found = figures(self._evaluate(folder))
-        if self.world.main:
-            shutil.rmtree(folder)
-            shown = ", ".join(
-                f"{name} {value:.2%}"
-                for name, value in found.items()
-                if name.endswith(("recall@1", "top1"))
-            )
-            seconds = duration(time.perf_counter() - started)
-            self.console.print(f"step {step}: {shown} (evaluated in {seconds})")
+        self._save()
+        found = figures(self._evaluate(checkpoint.place(self.folder / "checkpoints", step)))
+        shown = ", ".join(
+            f"{name} {value:.2%}"
+            for name, value in found.items()
+            if name.endswith(("recall@1", "top1"))
+        )
+        seconds = duration(time.perf_counter() - started)
+        self.console.print(f"step {step}: {shown} (evaluated in {seconds})")
+        self.meter.leave_out()
 
     def _evaluate(self, folder: Path) -> dict[str, Any]:
-        """Evaluate a folder's weights of this step, and keep them if they are the best so far."""
-        config, step = self.config, self.trainer.step
-        evaluation = evaluate(config, folder, step, self.world, self.console, self.trackers)
-        if self.world.main and evaluation and config.val_frequency:
-            best = keep_best(self.folder, folder, step, config.val_data, figures(evaluation))
-            if best:
-                self.console.print(f"  the best {best} so far; weights: {self.folder / 'best'}")
-        return evaluation
+        step, world = self.trainer.step, self.world
+        return evaluate(self.config, folder, step, world, self.console, self.trackers)
 
     def _next(self, batches: Iterator[Batch], signals: list[int]) -> tuple[int, Batch]:
         """A signal that any rank received, or 0, and this rank's part of the next batch.

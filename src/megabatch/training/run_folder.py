@@ -1,50 +1,11 @@
-"""The folder of a run: checks that it can be used, and a lock against a second process."""
+"""Checks that the folder of a run can be used."""
 
 from __future__ import annotations
-
-import contextlib
-import fcntl
-import os
-import socket
-import time
-from collections.abc import Iterator
 
 from megabatch import files
 from megabatch.config.file import load_config, to_dict
 from megabatch.config.settings import MayChange, TrainConfig
-from megabatch.errors import UsageError, all_of
 from megabatch.hints import option, settings_of
-
-
-@contextlib.contextmanager
-def own_folder(config: TrainConfig) -> Iterator[None]:
-    """Hold the lock of the run's folder, which the system releases when the process ends.
-
-    The file `run.lock` remains and names its last holder. A file system without locks gets none.
-
-    Raises:
-        UsageError: another process has the lock, or the folder cannot be used for this run.
-    """
-    folder = config.output
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "run.lock").open("a+", encoding="utf-8") as file:
-        try:
-            # A lock of the process, not of the open file: data workers that outlive a killed
-            # process do not keep it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-            file.flush()
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise UsageError(f"--output: {folder} is being written by {holder}") from None
-        except OSError:
-            pass
-        if reasons := folder_problems(config):  # again: it may have been used before the lock
-            raise UsageError(all_of(reasons))
-        yield
 
 
 def folder_problems(config: TrainConfig) -> list[str]:
