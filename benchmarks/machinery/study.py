@@ -36,8 +36,9 @@ from megabatch.evaluation.retrieval import (
     chance_by_answers,
     retrieval_metrics,
 )
+from megabatch.training.checkpoint import TrainingStopped
 from megabatch.training.setup import build_towers
-from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.trainer import Trainer
 
 ARMS = ("negatives", "long", "samples", "steps")
 #: Groups of a batch in the arm `long`.

@@ -48,8 +48,8 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-class CheckpointError(UsageError):
-    """A checkpoint could not be written, or no existing one can be read."""
+class TrainingStopped(UsageError):
+    """Training cannot continue; earlier checkpoints remain valid."""
 
     exit_code = 1  # not a mistake in the command
 
@@ -59,39 +59,34 @@ def place(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
     """Write a checkpoint into `folder` (RUN/checkpoints), then delete all but the newest `keep`.
 
     RUN has the `config.toml`.
 
-    Returns:
-        The checkpoint's own folder.
-
     Raises:
-        CheckpointError: it could not be written (a full disk, say). The incomplete one is removed,
+        TrainingStopped: it could not be written (a full disk, say). The incomplete one is removed,
             earlier ones stay.
     """
-    own = place(folder, checkpoint.state["step"])
     try:
-        with new_folder(own) as partial:
+        with new_folder(place(folder, checkpoint.state["step"])) as partial:
             shutil.copyfile(folder.parent / "config.toml", partial / "config.toml")
             _write_files(partial, checkpoint)
         _flush_folder(folder)
     except (OSError, SafetensorError, UsageError) as error:
-        raise CheckpointError(
+        raise TrainingStopped(
             f"the checkpoint of step {checkpoint.state['step']} could not be written: "
             f"{one_line(error)}; earlier ones are intact"
         ) from error
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
-    return own
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
     """Read the newest checkpoint, if there is one, and remove the incomplete ones of a killed run.
 
     Raises:
-        CheckpointError: it is damaged.
+        TrainingStopped: it is damaged.
     """
     for partial in folder.glob(".step-*.partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
@@ -108,7 +103,7 @@ def load_newest(folder: Path) -> Checkpoint | None:
         model, optimizer = (load_file(newest / name) for name in _TENSOR_FILES)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         before = f"; delete it, and --resume continues from {older[0].name}" if older else ""
-        raise CheckpointError(f"{newest} is damaged: {one_line(error)}{before}") from error
+        raise TrainingStopped(f"{newest} is damaged: {one_line(error)}{before}") from error
     return Checkpoint(model, optimizer, state)
 
 

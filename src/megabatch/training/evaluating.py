@@ -25,14 +25,12 @@ def check(config: TrainConfig, first: str) -> None:
     """
     if config.val_data is None:
         return
-    with naming("--val-data"):
-        with named_extras():
-            importlib.import_module("megabatch.evaluation.run")
-            if config.val_data == "glyphs":
-                return
-        from megabatch.evaluation.captions import open_val_data, reading_of
+    with naming("--val-data"), named_extras():
+        importlib.import_module("megabatch.evaluation.run")
+        if config.val_data != "glyphs":
+            from megabatch.evaluation.captions import open_val_data, reading_of
 
-        open_val_data(config.val_data, config.model, first, reading_of(vars(config)))
+            open_val_data(config.val_data, config.model, first, reading_of(vars(config)))
 
 
 def evaluate(
@@ -82,3 +80,12 @@ def figures(evaluation: dict[str, Any]) -> dict[str, float]:
         for name, value in contenders["model"].items()
         if not name.endswith("queries")
     }
+
+
+def best_step(run: Path, val_data: str | None, figure: str) -> int:
+    """The step whose evaluation on this data has the highest figure, in RUN/validation.jsonl."""
+    from megabatch.evaluation.run_folder import read_metrics, validated_on
+
+    records = read_metrics(run / "validation.jsonl")
+    same = [record for record in records if validated_on(record) == val_data]
+    return int(max(same, key=lambda record: record[figure])["step"])

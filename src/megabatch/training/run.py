@@ -22,17 +22,18 @@ from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
 from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
 from megabatch.training import checkpoint
-from megabatch.training.checkpoint import Checkpoint, load_newest
-from megabatch.training.evaluating import evaluate, figures
+from megabatch.training.checkpoint import Checkpoint, TrainingStopped, load_newest
+from megabatch.training.evaluating import best_step, evaluate, figures
 from megabatch.training.interrupt import exit_code, signals_recorded
 from megabatch.training.log import Meter, Progress, duration, memory_bytes
+from megabatch.training.run_folder import locked_file
 from megabatch.training.setup import Setup, data_for_plan, prepare
 from megabatch.training.trackers import Trackers
-from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
 
 
-def train(config: TrainConfig, *, resume_command: str = "the same with --resume") -> int:
+def train(config: TrainConfig) -> int:
     """Train as configured, into the folder `config.output`.
 
     If `torchrun` or `srun` started several processes, each of them calls this and they train
@@ -40,7 +41,6 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
 
     Args:
         config: the run's settings.
-        resume_command: the command to print after an interruption.
 
     Returns:
         0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL) for
@@ -48,7 +48,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
 
     Raises:
         UsageError: the configuration is invalid (nothing was started), or the run had to stop, such
-            as TrainingStopped, CheckpointError, OutOfMemory, Gone (another process).
+            as TrainingStopped, OutOfMemory, Gone (another process).
         SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
     """
     with Trackers() as trackers, joined(config) as world, _told_once(world):
@@ -59,7 +59,9 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
         kept = 0
         if setup.config.plan != "off":
             kept = world.attempt(lambda: _plan(setup, console))
-        with _disk_told(setup.config.output):
+        folder = setup.config.output
+        lock = world.attempt(lambda: locked_file(folder) if world.main else None)
+        with lock or contextlib.nullcontext(), _disk_told(folder):
             run = Run(setup, console, trackers)
             if world.device.type == "cpu":
                 run.trainer.division.kept = min(world.gather(kept))
@@ -68,7 +70,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
                 trackers.ended = "interrupted"
                 console.print(
                     f"interrupted after step {run.trainer.step:,} of {setup.total_steps:,}; "
-                    f"continue with: {resume_command}"
+                    "the same command with --resume continues"
                 )
                 return exit_code(received)
             run.finish()
@@ -151,7 +153,6 @@ class Run:
             self._restore()
         self._place = self.loader.state_dict()  # in the data, after the last step
         if self.world.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
             save_config(self.config, self.folder / "config.toml")
             if self.trainer.step < setup.total_steps:  # of a finished run that is extended
                 for name in ("model.safetensors", "model-ema.safetensors"):
@@ -182,7 +183,7 @@ class Run:
             received, batch = self._next(batches, signals)
             if received:
                 return received
-            self.meter.data_came()
+            self.meter.mark(waited=True)
             values = trainer.train_step(batch)
             self.loader.count_damaged(batch)
             del batch  # the loader uses its memory again
@@ -201,13 +202,15 @@ class Run:
         started, step = time.perf_counter(), self.trainer.step
         self._save()
         found = figures(self._evaluate(checkpoint.place(self.folder / "checkpoints", step)))
-        shown = ", ".join(
-            f"{name} {value:.2%}"
-            for name, value in found.items()
-            if name.endswith(("recall@1", "top1"))
-        )
-        seconds = duration(time.perf_counter() - started)
-        self.console.print(f"step {step}: {shown} (evaluated in {seconds})")
+        if self.world.main and found:
+            shown = ", ".join(
+                f"{name} {value:.2%}"
+                for name, value in found.items()
+                if name.endswith(("recall@1", "top1"))
+            )
+            best = best_step(self.folder, self.config.val_data, next(iter(found)))
+            seconds = duration(time.perf_counter() - started)
+            self.console.print(f"step {step}: {shown} (best: step {best}; evaluated in {seconds})")
         self.meter.leave_out()
 
     def _evaluate(self, folder: Path) -> dict[str, Any]:
@@ -291,7 +294,7 @@ class Run:
         """Save a checkpoint, unless there is one of this step.
 
         Raises:
-            CheckpointError: on all ranks; it cannot be written.
+            TrainingStopped: on all ranks; it cannot be written.
         """
         if self._saved_step == self.trainer.step:
             return
@@ -339,14 +342,14 @@ class Run:
     def _announce(self) -> None:
         config, trainer, size = self.config, self.trainer, self.world.size
         millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
-        where = f"{size} x {trainer.device.type} ({config.parallel})"
+        several = f"{size} x {trainer.device.type} ({config.parallel})"
         at_first = " at first" if trainer.division.measures else ""
         self.console.print(
             f"{config.model} ({millions:.1f}M parameters) on "
             f"{plural(len(self.loader.dataset), 'pair')} of {config.train_data}: "
             f"{plural(trainer.total_steps, 'step')} of "
             f"{plural(config.global_batch_size, 'pair')}, {trainer.division.rows:,} at a "
-            f"time{at_first}, {config.precision} on {trainer.device if size == 1 else where}"
+            f"time{at_first}, {config.precision} on {trainer.device if size == 1 else several}"
         )
         data = self.loader.dataset
         notes = [f"note: {line}" for line in getattr(data, "notes", [])]

@@ -1,11 +1,32 @@
-"""Checks that the folder of a run can be used."""
+"""The folder of a run: checks that it can be used, and a lock against a second process."""
 
 from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import TextIO
 
 from megabatch import files
 from megabatch.config.file import load_config, to_dict
 from megabatch.config.settings import MayChange, TrainConfig
+from megabatch.errors import UsageError
 from megabatch.hints import option, settings_of
+
+
+def locked_file(folder: Path) -> TextIO:
+    """Open RUN/run.lock, and lock it for as long as it is open; UsageError if another process has.
+
+    A file system without locks gets none.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = (folder / "run.lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UsageError(f"--output: {folder} is being written by another process") from None
+    except OSError:
+        pass
+    return file
 
 
 def folder_problems(config: TrainConfig) -> list[str]:
@@ -29,14 +50,10 @@ def _differences(config: TrainConfig) -> list[str]:
     now, before = to_dict(config), to_dict(own)
     settings = settings_of(TrainConfig)
     changed = [
-        f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"
+        f"{option(key)} was {before[key]}, is {now[key]}"
         for key in now
         if now[key] != before[key] and settings[key].mark(MayChange) is None
     ]
     if not changed:
         return []
     return [f"--resume: {config.output} is a run with other settings: {', '.join(changed)}"]
-
-
-def _shown(value: object) -> str:
-    return "not set" if value is None else str(value)

@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -34,7 +33,6 @@ Ended = Literal["finished", "interrupted", "failed"]
 _METRICS, _VALIDATION = "metrics.jsonl", "validation.jsonl"
 _NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 _PROJECT = "megabatch"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME has another
-_IDS = "trackers.json"  # in the run's folder: the run's id in each tracker
 
 
 class Tracker(Protocol):
@@ -51,12 +49,8 @@ class TensorBoard:
     """Event files in RUN/tensorboard; points after the resumed step are removed."""
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
-        folder = config.output / "tensorboard"
-        # TensorBoard reads files in the order of their names, which begin with the second. In the
-        # same one, the resumed run's might come first; then the other one removes its points.
-        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-            time.sleep(0.02)
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        folder = str(config.output / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=resumed_step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -109,7 +103,7 @@ class Mlflow:
         self._id = _own_id(config.output, "mlflow", lambda: self._create(config))
         self._client.update_run(self._id, "RUNNING")
         self._sender = ThreadPoolExecutor(1, "megabatch-mlflow")
-        self._sent: deque[Future[Any]] = deque()
+        self._sent: list[Future[None]] = []
 
     def _create(self, config: TrainConfig) -> str:
         from mlflow.entities import Param
@@ -126,8 +120,7 @@ class Mlflow:
         """See `Tracker`; raises what went wrong with earlier numbers."""
         from mlflow.entities import Metric
 
-        while self._sent and self._sent[0].done():
-            self._sent.popleft().result()
+        self._sent = [sent for sent in self._sent if not sent.done() or sent.result()]
         now = int(time.time() * 1000)
         metrics = [Metric(_mlflow_name(name), values[name], now, step) for name in values]
         self._sent.append(self._sender.submit(self._client.log_batch, self._id, metrics=metrics))
@@ -252,9 +245,7 @@ def _truncate(path: Path, last_step: int) -> None:
 
 def _own_id(folder: Path, tracker: str, create: Callable[[], str]) -> str:
     """The id of a run in a tracker, which stays the same when the run is resumed."""
-    path = folder / _IDS
-    ids = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if tracker not in ids:
-        ids[tracker] = create()
-        files.write_text(path, json.dumps(ids, indent=1) + "\n")
-    return str(ids[tracker])
+    path = folder / f"{tracker}.id"
+    if not path.exists():
+        files.write_text(path, create())
+    return path.read_text(encoding="utf-8")
