@@ -49,9 +49,10 @@ def signal_after(patch: pytest.MonkeyPatch, step: int, number: signal.Signals) -
 
 
 def start(config: TrainConfig) -> Program:
-    options = ["train", "--config", str(config.output.with_suffix(".toml"))]
-    save_config(config, config.output.with_suffix(".toml"))
-    return Program(["-c", PROGRAM, *options])
+    path = config.output.with_suffix(".toml")
+    save_config(config, path)
+    options = ["--config", str(path), *["--resume"] * config.resume]
+    return Program(["-c", PROGRAM, "train", *options])
 
 
 def wait_for_steps(process: Program, run: Path, steps: int) -> None:

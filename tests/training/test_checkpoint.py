@@ -7,12 +7,13 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megabatch.training import checkpoint
-from megabatch.training.checkpoint import Checkpoint, CheckpointError, load_newest, save
+from megabatch.training.checkpoint import Checkpoint, TrainingStopped, load_newest, save
 
 
 def made(step: int, size: int = 8) -> Checkpoint:
@@ -42,7 +43,8 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_saved_is_what_is_read_and_nothing_is_a_pickle(folder: Path) -> None:
     assert load_newest(folder) is None
-    place = save(folder, made(7), keep=2)
+    save(folder, made(7), keep=2)
+    (place,) = folder.iterdir()
     read = load_newest(folder)
     assert read is not None
     assert torch.equal(read.model["w"], torch.full((8,), 7.0))
@@ -58,69 +60,51 @@ def test_what_is_saved_is_what_is_read_and_nothing_is_a_pickle(folder: Path) -> 
 
 
 def test_the_newest_steps_are_kept_and_a_user_s_copy_is_none(folder: Path) -> None:
-    copy = shutil.copytree(save(folder, made(9), keep=2), folder / "step-200000000.bak")
+    save(folder, made(9), keep=2)
+    copy = shutil.copytree(folder / "step-00000009", folder / "step-200000000.bak")
     for step in (10, 99_999_999, 100_000_000):  # in order of steps, not of names
         save(folder, made(step), keep=2)
     assert names(folder) == ["step-100000000", copy.name, "step-99999999"]
     assert newest_step(folder) == 100_000_000
 
 
-def calls_of_a_save(folder: Path, patch: pytest.MonkeyPatch) -> int:
-    """How often a save reaches the disk's side: flushes and renames."""
-    count = 0
+def end_at(patch: pytest.MonkeyPatch, call: int, before: bool) -> list[str]:
+    """Note each call that reaches the disk; at one of them the process ends, before or after it."""
+    calls: list[str] = []
+    for name, function in (("fsync", os.fsync), ("replace", os.replace)):
 
-    def counting(function: object) -> object:
-        def call(*args: object) -> object:
-            nonlocal count
-            count += 1
-            return function(*args)  # type: ignore[operator]
-
-        return call
-
-    with patch.context() as context:
-        for name in ("fsync", "replace"):
-            context.setattr(checkpoint.os, name, counting(getattr(os, name)))
-        save(folder, made(1), keep=2)
-    return count
-
-
-def die_at(call: int, folder: Path, before: bool) -> None:
-    """Save step 2 in a process that ends, cleaning nothing up, at one of those calls."""
-    child = os.fork()
-    if child:
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-        return
-    count = 0
-    for name in ("fsync", "replace"):
-        function = getattr(os, name)
-
-        def dying(*args: object, function=function) -> None:  # type: ignore[no-untyped-def]
-            nonlocal count
-            count += 1
-            if count == call and before:
+        def dying(*args: Any, function: Any = function, name: str = name) -> None:
+            calls.append(name)
+            if before and len(calls) == call:
                 os._exit(9)
             function(*args)
-            if count == call:
+            if len(calls) == call:
                 os._exit(9)
 
-        setattr(checkpoint.os, name, dying)
-    try:
-        save(folder, made(2), keep=2)
-    finally:
-        os._exit(1)  # the call was not reached, or something else failed
+        patch.setattr(checkpoint.os, name, dying)
+    return calls
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_a_process_that_dies_anywhere_in_a_save_leaves_a_good_checkpoint(
     folder: Path, monkeypatch: pytest.MonkeyPatch, before: bool
 ) -> None:
-    calls = calls_of_a_save(folder, monkeypatch)
-    assert calls >= 6  # three files, their folder, the rename, the folder above
+    with monkeypatch.context() as patch:
+        calls = end_at(patch, 0, before)
+        save(folder, made(1), keep=2)
+    assert len(calls) >= 6  # three files, their folder, the rename, the folder above
     reached = []
-    for call in range(1, calls + 1):
+    for call in range(1, len(calls) + 1):
         shutil.rmtree(folder)
         save(folder, made(1), keep=2)
-        die_at(call, folder, before)
+        child = os.fork()
+        if child == 0:
+            try:
+                end_at(monkeypatch, call, before)
+                save(folder, made(2), keep=2)
+            finally:
+                os._exit(1)  # the call was not reached, or something else failed
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
         reached.append(newest_step(folder))
         assert all(name.startswith("step-") for name in names(folder))
         save(folder, made(3), keep=2)
@@ -135,7 +119,8 @@ def test_a_damaged_newest_checkpoint_is_told_with_the_one_before(
     folder: Path, name: str, damage: str
 ) -> None:
     save(folder, made(1), keep=3)
-    place = save(folder, made(2), keep=3)
+    save(folder, made(2), keep=3)
+    place = folder / "step-00000002"
     path = place / name
     content = bytearray(path.read_bytes())
     if damage == "absent":
@@ -146,7 +131,7 @@ def test_a_damaged_newest_checkpoint_is_told_with_the_one_before(
         content[-3] ^= 255
         path.write_bytes({"empty": b"", "cut": content[:-9], "flipped": bytes(content)}[damage])
     told = f"{place} is damaged: .*; delete it, and --resume continues from step-00000001"
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(TrainingStopped, match=told):
         load_newest(folder)
     shutil.rmtree(place)
     assert newest_step(folder) == 1
@@ -157,7 +142,7 @@ def test_a_damaged_newest_checkpoint_is_told_with_the_one_before(
     [
         (
             OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-            CheckpointError,
+            TrainingStopped,
             r"step 2 could not be written: .*: No space left on device; earlier ones are intact",
         ),
         (KeyboardInterrupt("second Ctrl-C"), KeyboardInterrupt, "second Ctrl-C"),

@@ -14,9 +14,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megabatch.cli import main
-from megabatch.errors import CommunicationError
 from megabatch.evaluation import evaluate_run
-from megabatch.ranks import Gone
 from megabatch.training import TrainConfig, train
 from megabatch.training.evaluating import evaluate, figures
 from megabatch.training.trackers import Trackers
@@ -83,15 +81,3 @@ def test_evaluating_leaves_the_random_state_as_it_is(run: TrainConfig) -> None:
     before = state()
     assert evaluate(run, run.output, 12, World(DEVICE), Console(quiet=True), Trackers())
     assert state() == before
-
-
-def test_a_rank_that_dies_in_an_evaluation_is_told_in_one_line(
-    run: TrainConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose(*_: object, **__: object) -> None:
-        raise CommunicationError("rank 1 of the group is gone")
-
-    monkeypatch.setattr("megabatch.evaluation.evaluate_run", lose)
-    monkeypatch.setattr(World, "gather", lambda self, value: [value, value])
-    with pytest.raises(Gone, match="rank 0 of 2, evaluating: another process is gone"):
-        evaluate(run, run.output, 12, World(DEVICE, 0, 2), Console(quiet=True), Trackers())
