@@ -78,7 +78,7 @@ def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered() -> None:
     trainer = trainer_of("cuda", precision="fp16")
     losses_of(trainer, range(1))
     trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0**40})
-    before = _copies(trainer)
+    before = {name: value.clone() for name, value in trainer.weights().items()}
     record = trainer.train_step(batch_of(1))
     assert "loss" in record
     assert "grad_norm" not in record
@@ -190,10 +190,6 @@ def test_a_run_is_compiled_by_default(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "the towers are compiled in the first steps" in capsys.readouterr().out
     assert load_config(compiled.output / "config.toml").torchcompile is True
     assert losses(compiled.output) == pytest.approx(losses(eager.output), rel=2e-3)
-
-
-def _copies(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in trainer.weights().items()}
 
 
 def _peak(trainer: Trainer, size: int, side: int = 32) -> int:

@@ -95,8 +95,7 @@ def _torchrun(
         listed.append({**job, "port": stores[number].port})
     (folder / "jobs.json").write_text(json.dumps(listed))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker"]
-    command += [str(folder)]
+    command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240

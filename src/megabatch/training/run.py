@@ -59,9 +59,8 @@ def train(config: TrainConfig) -> int:
         kept = 0
         if setup.config.plan != "off":
             kept = world.attempt(lambda: _plan(setup, console))
-        folder = setup.config.output
-        lock = world.attempt(lambda: locked_file(folder) if world.main else None)
-        with lock or contextlib.nullcontext(), _disk_told(folder):
+        folder, own = setup.config.output, contextlib.nullcontext()
+        with _disk_told(folder), world.attempt(lambda: locked_file(folder) if world.main else own):
             run = Run(setup, console, trackers)
             if world.device.type == "cpu":
                 run.trainer.division.kept = min(world.gather(kept))
@@ -202,20 +201,25 @@ class Run:
         started, step = time.perf_counter(), self.trainer.step
         self._save()
         found = figures(self._evaluate(checkpoint.place(self.folder / "checkpoints", step)))
-        if self.world.main and found:
+        if found:
             shown = ", ".join(
                 f"{name} {value:.2%}"
                 for name, value in found.items()
                 if name.endswith(("recall@1", "top1"))
             )
-            best = best_step(self.folder, self.config.val_data, next(iter(found)))
             seconds = duration(time.perf_counter() - started)
-            self.console.print(f"step {step}: {shown} (best: step {best}; evaluated in {seconds})")
+            self.console.print(f"step {step}: {shown} (evaluated in {seconds})")
         self.meter.leave_out()
 
     def _evaluate(self, folder: Path) -> dict[str, Any]:
-        step, world = self.trainer.step, self.world
-        return evaluate(self.config, folder, step, world, self.console, self.trackers)
+        """Evaluate a folder's weights of this step, and name the step with the best ones so far."""
+        config, step = self.config, self.trainer.step
+        evaluation = evaluate(config, folder, step, self.world, self.console, self.trackers)
+        if self.world.main and evaluation and config.val_frequency:
+            figure = next(iter(figures(evaluation)))
+            best = best_step(self.folder, config.val_data, figure)
+            self.console.print(f"best {figure} so far: step {best}")
+        return evaluation
 
     def _next(self, batches: Iterator[Batch], signals: list[int]) -> tuple[int, Batch]:
         """A signal that any rank received, or 0, and this rank's part of the next batch.

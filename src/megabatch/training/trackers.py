@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -103,7 +104,7 @@ class Mlflow:
         self._id = _own_id(config.output, "mlflow", lambda: self._create(config))
         self._client.update_run(self._id, "RUNNING")
         self._sender = ThreadPoolExecutor(1, "megabatch-mlflow")
-        self._sent: list[Future[None]] = []
+        self._sent: deque[Future[Any]] = deque()
 
     def _create(self, config: TrainConfig) -> str:
         from mlflow.entities import Param
@@ -120,7 +121,8 @@ class Mlflow:
         """See `Tracker`; raises what went wrong with earlier numbers."""
         from mlflow.entities import Metric
 
-        self._sent = [sent for sent in self._sent if not sent.done() or sent.result()]
+        while self._sent and self._sent[0].done():
+            self._sent.popleft().result()
         now = int(time.time() * 1000)
         metrics = [Metric(_mlflow_name(name), values[name], now, step) for name in values]
         self._sent.append(self._sender.submit(self._client.log_batch, self._id, metrics=metrics))
