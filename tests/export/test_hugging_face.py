@@ -58,28 +58,7 @@ def test_transformers_gives_the_runs_embeddings(tmp_path: Path, kind: str) -> No
     torch.testing.assert_close(again.module.state_dict(), towers.module.state_dict())
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_a_text_encoder_loads_with_its_tokenizer(tmp_path: Path, pooling: Any) -> None:
-    bert = save_tiny_bert(tmp_path / "bert")
-    towers = write_run(tmp_path / "run", f"hf:{bert}", hf_pooling=pooling, force_context_length=8)
-    [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out")
-    assert {"mean": "the mean over the tokens of", "cls": "first token", "last": "last token"}[
-        pooling
-    ] in note
-    assert "; add_pooling_layer=False loads it without a pooler" in note
-    with reports() as logged:
-        model = transformers.AutoModel.from_pretrained(tmp_path / "out", add_pooling_layer=False)
-        create(f"hf:{tmp_path / 'out'}")
-    assert not logged
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        states = model(**inputs).last_hidden_state
-        expected = towers.module.encode_text(towers.tokenizer(TEXTS), normalize=True)
-    assert_equal(F.normalize(pool(states, inputs["attention_mask"], pooling)), expected)
-
-
-# --- sentence-transformers ------------------------------------------------------------------------
+# --- text encoders --------------------------------------------------------------------------------
 
 # Of several lengths in a batch; the last is longer than the context.
 SENTENCES = ["a b c", "d", "e f unknown words", "a b c d e f g h a b c d e f"]
@@ -103,21 +82,42 @@ def sentence_model(folder: Path) -> Any:
     return library.SentenceTransformer(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_encode_gives_the_runs_embeddings(bert: Path, tmp_path: Path, pooling: str) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "told"),
+    [
+        ("mean", "the mean over the tokens of"),
+        ("cls", "the first token"),
+        ("last", "the last token"),
+    ],
+)
+def test_both_libraries_give_the_runs_embeddings(
+    bert: Path, tmp_path: Path, pooling: Any, told: str
+) -> None:
     settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
     # The run's weights are float32, though the folder has less.
     transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
     towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
+    _, expected = ours(towers)
     assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
+    [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "encoder")
+    assert f"an embedding is {told}" in note
+    assert "; add_pooling_layer=False loads it without a pooler" in note
     with reports() as logged:
         model = sentence_model(tmp_path / "out")
+        encoder = transformers.AutoModel.from_pretrained(
+            tmp_path / "encoder", add_pooling_layer=False
+        )
+        create(f"hf:{tmp_path / 'encoder'}")
     assert not logged  # no pooler is missing
-    _, expected = ours(towers)
     assert_equal(torch.tensor(model.encode(SENTENCES)), expected)
     for text, one in zip(SENTENCES, expected, strict=True):  # without any padding
         assert_equal(torch.tensor(model.encode(text)), one)
     assert (model.similarity_fn_name, model.max_seq_length) == ("cosine", 6)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "encoder")
+    inputs = tokenizer(SENTENCES, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        states = encoder(**inputs).last_hidden_state
+    assert_equal(F.normalize(pool(states, inputs["attention_mask"], pooling)), expected)
 
 
 def test_two_encoders_become_two_models(bert: Path, tmp_path: Path) -> None:

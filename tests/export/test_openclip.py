@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from megabatch.errors import UsageError
 from megabatch.export import export_run
 from megabatch.models import Towers, create
-from megabatch.training.checkpoint import save_tensors
 from tests.export.runs import change_json, pictures, reports, write_run
-from tests.models.tiny import TINY, TINY_UNMASKED
+from tests.models.tiny import TINY, TINY_UNMASKED, changed
 from tests.models.tiny_bert import save_tiny_bert
 
 TEXTS = [
@@ -74,73 +73,32 @@ def test_the_runs_sizes_and_bias_go_along(tmp_path: Path) -> None:
     assert stored["model_cfg"]["vision_cfg"]["patch_dropout"] == 0.25
 
 
-def test_a_size_that_open_clip_cannot_load_is_refused(tmp_path: Path) -> None:
-    text = {"context_length": 8, "vocab_size": 60, "width": 16, "heads": 2, "layers": 1}
-    vision = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
-    model = {"embed_dim": 16, "vision_cfg": {**vision, "image_size": 160}, "text_cfg": text}
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": model}))
-    save_tensors(open_clip.CLIP(**model).state_dict(), folder / "open_clip_model.safetensors")
-    write_run(tmp_path / "own", f"local-dir:{folder}", force_image_size=160)
+def test_a_size_that_open_clip_cannot_load_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm = {"timm_model_name": "test_vit", "timm_pool": "", "timm_proj": "linear"}
+    name = changed(monkeypatch, {"vision_cfg": {**timm, "image_size": 160}})
+    write_run(tmp_path / "own", name, force_image_size=160)
     export_run(tmp_path / "own", to="openclip", output=tmp_path / "out")
-    write_run(tmp_path / "other", f"local-dir:{folder}", force_image_size=96)
-    with pytest.raises(
-        UsageError, match=r"with --force-image-size 96, but OpenCLIP builds .* own size, 160"
-    ):
+    write_run(tmp_path / "other", name, force_image_size=96)
+    with pytest.raises(UsageError, match=r"--force-image-size 96, but OpenCLIP .* own size, 160"):
         export_run(tmp_path / "other", to="openclip", output=tmp_path / "none")
     assert not (tmp_path / "none").exists()
-
-
-def other_preprocessing(folder: Path) -> Path:
-    """A folder with a model's other preprocessing; returns the path of its configuration."""
-    write_run(folder / "first", TINY)
-    export_run(folder / "first", to="openclip", output=folder / "folder")
-    path = folder / "folder" / "open_clip_config.json"
-    other = {"mean": [0.5] * 3, "std": [0.25] * 3}
-    change_json(
-        path, preprocess_cfg={**other, "interpolation": "bilinear", "resize_mode": "squash"}
-    )
-    return path
-
-
-def test_a_folders_preprocessing_goes_along_and_comes_back(tmp_path: Path) -> None:
-    path = other_preprocessing(tmp_path)
-    towers = write_run(tmp_path / "second", f"local-dir:{path.parent}")
-    export_run(tmp_path / "second", to="openclip", output=tmp_path / "out")
-    first, second = (
-        json.loads((f / path.name).read_text()) for f in (path.parent, tmp_path / "out")
-    )
-    assert first["preprocess_cfg"] == second["preprocess_cfg"]
-    assert_same(tmp_path / "out", towers)
-    again = create(f"local-dir:{tmp_path / 'out'}")  # and megabatch trains on from it
-    torch.testing.assert_close(again.module.state_dict(), towers.module.state_dict())
 
 
 def test_a_hugging_face_text_tower_takes_its_tokenizer_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = str(save_tiny_bert(tmp_path / "bert"))
-    config = open_clip.get_model_config(TINY)
     text = {"hf_model_name": encoder, "hf_tokenizer_name": encoder, "context_length": 12}
-    config["text_cfg"] = {**text, "hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
-    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "tiny-bert", config)
-    towers = write_run(tmp_path / "run", "tiny-bert")
+    pooling = {"hf_proj_type": "linear", "hf_pooler_type": "mean_pooler"}
+    towers = write_run(tmp_path / "run", changed(monkeypatch, {"text_cfg": {**text, **pooling}}))
     [note] = export_run(tmp_path / "run", to="openclip", output=tmp_path / "out")
     assert note == f"OpenCLIP reads the configuration of {encoder} from the hub or its local cache"
     assert_same(tmp_path / "out", towers)
 
 
 # --- as transformers' CLIPModel -------------------------------------------------------------------
-
-
-def changed(monkeypatch: pytest.MonkeyPatch, changes: dict[str, dict[str, Any]]) -> str:
-    """The name of a tiny architecture with some settings changed."""
-    config = open_clip.get_model_config(TINY)
-    for part, values in changes.items():
-        (config if part == "model" else config[part]).update(values)
-    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "changed", config)
-    return "changed"
 
 
 def read(folder: Path) -> tuple[Any, Any]:
@@ -151,6 +109,15 @@ def read(folder: Path) -> tuple[Any, Any]:
         processor = transformers.CLIPProcessor.from_pretrained(folder)
     assert not [line for line in logged if "LOAD REPORT" in line or "newly initialized" in line]
     return model, processor
+
+
+def same_pixels(towers: Towers, processor: Any) -> torch.Tensor:
+    """The pictures, normalised by the model; by the processor they are nearly the same."""
+    pixels = processor(images=pictures(), return_tensors="pt")["pixel_values"]
+    ours = torch.stack([towers.eval_transform(picture) for picture in pictures()])
+    normalised: torch.Tensor = towers.module.visual.pixel_normalization(ours)
+    torch.testing.assert_close(pixels, normalised, atol=0.1, rtol=0)  # filters round differently
+    return normalised
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -171,12 +138,9 @@ def test_transformers_gives_the_runs_embeddings(
     assert tokens.shape == texts["input_ids"].shape == (5, 12)
     assert torch.equal(mask, torch.arange(12) <= tokens.argmax(1, keepdim=True))
     assert torch.equal(texts["input_ids"][mask], tokens[mask])
-    pixels = processor(images=pictures(), return_tensors="pt")["pixel_values"]
-    ours = torch.stack([towers.eval_transform(picture) for picture in pictures()])
-    normalised = towers.module.visual.pixel_normalization(ours)
-    torch.testing.assert_close(pixels, normalised, atol=0.1, rtol=0)  # filters round differently
+    normalised = same_pixels(towers, processor)
     with torch.no_grad():
-        expected = towers.module(ours, tokens)
+        expected = towers.module(normalised, tokens)
         found = model(**texts, pixel_values=normalised)
     close = functools.partial(torch.testing.assert_close, atol=1e-6, rtol=0)
     close(found.image_embeds, expected["image_features"])
@@ -187,20 +151,26 @@ def test_transformers_gives_the_runs_embeddings(
     close(F.normalize(text, dim=-1), expected["text_features"])
 
 
-def test_preprocessing_and_a_bias_of_a_folder(tmp_path: Path) -> None:
-    path = other_preprocessing(tmp_path)
-    towers = write_run(tmp_path / "run", f"local-dir:{path.parent}", loss="siglip")
-    note, _ = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out")
+def test_a_folders_preprocessing_goes_along_and_comes_back(tmp_path: Path) -> None:
+    write_run(tmp_path / "first", TINY)
+    export_run(tmp_path / "first", to="openclip", output=tmp_path / "folder")
+    path = tmp_path / "folder" / "open_clip_config.json"
+    other: dict[str, Any] = {"interpolation": "bilinear", "resize_mode": "squash"}
+    other |= {"mean": [0.5] * 3, "std": [0.25] * 3}
+    change_json(path, preprocess_cfg=other)
+    run = tmp_path / "run"
+    towers = write_run(run, f"local-dir:{path.parent}", loss="siglip")
+    export_run(run, to="openclip", output=tmp_path / "out")
+    assert json.loads((tmp_path / "out" / path.name).read_text())["preprocess_cfg"] == other
+    assert_same(tmp_path / "out", towers)
+    again = create(f"local-dir:{tmp_path / 'out'}")  # and megabatch trains on from it
+    torch.testing.assert_close(again.module.state_dict(), towers.module.state_dict())
+    note, _ = export_run(run, to="huggingface", output=tmp_path / "clip")
     assert note.startswith("CLIPModel has no logit bias: the run's, ")
-    _, processor = read(tmp_path / "out")
-    pixels = processor(images=pictures(), return_tensors="pt")["pixel_values"]
-    ours = torch.stack([towers.eval_transform(picture) for picture in pictures()])
-    normalised = towers.module.visual.pixel_normalization(ours)
-    torch.testing.assert_close(pixels, normalised, atol=0.1, rtol=0)
-    other = json.loads(path.read_text())["preprocess_cfg"]
+    same_pixels(towers, read(tmp_path / "clip")[1])
     change_json(path, preprocess_cfg={**other, "resize_mode": "longest"})
     with pytest.raises(UsageError, match="has resize_mode 'longest', which CLIPModel"):
-        export_run(tmp_path / "run", to="huggingface", output=tmp_path / "none")
+        export_run(run, to="huggingface", output=tmp_path / "none")
 
 
 @pytest.mark.parametrize(

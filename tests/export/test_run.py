@@ -42,16 +42,6 @@ def test_the_moving_average_where_asked_for(tmp_path: Path) -> None:
         assert torch.equal(last[name], value), name
 
 
-def test_a_run_without_final_weights_gives_its_newest_checkpoint(tmp_path: Path) -> None:
-    towers = write_run(tmp_path / "run", TINY)
-    place = tmp_path / "run" / "checkpoints" / "step-00000002"
-    place.mkdir(parents=True)
-    (tmp_path / "run" / "model.safetensors").rename(place / "model.safetensors")
-    export_run(tmp_path / "run", to="openclip", output=tmp_path / "out")
-    for name, value in load_file(tmp_path / "out" / WEIGHTS).items():
-        assert torch.equal(towers.module.state_dict()[name], value), name
-
-
 def test_what_a_model_cannot_become_is_refused_with_what_it_can(tmp_path: Path) -> None:
     clip = f"hf:{save_tiny_clip(tmp_path / 'clip', 'clip')}"
     bert = f"hf:{save_tiny_bert(tmp_path / 'bert')}"
