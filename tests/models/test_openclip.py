@@ -22,14 +22,10 @@ def test_features_transforms_and_tokenizer_fit_together(
     picture = Image.new("RGB", (50, 40), (200, 30, 30))
     images = torch.stack([towers.train_transform(picture), towers.eval_transform(picture)])
     texts = towers.tokenizer(["a red picture", "another"])
-    towers.module.eval()
     outputs = towers.module(images, texts)
     assert outputs.keys() == {"image_features", "text_features", "logit_scale"}
     assert outputs["image_features"].shape == outputs["text_features"].shape == (2, 16)
     assert towers.embed_dim == 16
-    torch.testing.assert_close(
-        towers.module.encode_text(texts, normalize=True), outputs["text_features"]
-    )
     assert create(TINY).tokenizer is towers.tokenizer  # made once for each configuration
     shorter = create(TINY, options=ModelOptions(force_context_length=12)).tokenizer
     assert [t("a picture").shape for t in (towers.tokenizer, shorter)] == [(1, 16), (1, 12)]

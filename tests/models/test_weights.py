@@ -26,19 +26,15 @@ def theirs() -> dict[str, Tensor]:
 
 
 def assert_holds(module: nn.Module, state: dict[str, Tensor]) -> None:
-    found = module.state_dict()
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[name], value) for name, value in state.items())
+    torch.testing.assert_close(module.state_dict(), state, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_a_checkpoint_of_open_clips_trainer(
-    prefix: str, theirs: dict[str, Tensor], tmp_path: Path
-) -> None:
+def test_a_checkpoint_of_open_clips_trainer(theirs: dict[str, Tensor], tmp_path: Path) -> None:
     path = tmp_path / "epoch_32.pt"
-    state = {prefix + name: value for name, value in theirs.items()}
-    torch.save({"epoch": 32, "name": "x", "state_dict": state, "optimizer": {"state": {}}}, path)
-    assert_holds(create(TINY, pretrained=path).module, theirs)
+    for prefix in ("", "module."):
+        state = {prefix + name: value for name, value in theirs.items()}
+        torch.save({"epoch": 3, "name": "x", "state_dict": state, "optimizer": {"state": {}}}, path)
+        assert_holds(create(TINY, pretrained=path).module, theirs)
 
 
 def test_a_folder_that_open_clip_saved(theirs: dict[str, Tensor], tmp_path: Path) -> None:
@@ -115,16 +111,12 @@ def test_the_bias_of_a_sigmoid_loss(name: str, tmp_path: Path) -> None:
     assert create(name, pretrained=with_bias).module.logit_bias.item() == -7  # nothing is lost
 
 
-class Anything:
-    """An object that is not a tensor."""
-
-
 def test_files_and_folders_that_are_refused(theirs: dict[str, Tensor], tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     for given, missing in ((tmp_path, r"model\.safetensors"), (path, r"weights\.pt")):
         with pytest.raises(UsageError, match=f"there is no file .*{missing}"):
             create(TINY, pretrained=given)
-    torch.save({"state_dict": {"a": torch.zeros(1)}, "args": Anything()}, path)
+    torch.save({"state_dict": {"a": torch.zeros(1)}, "args": tmp_path}, path)
     with pytest.raises(UsageError, match=r"weights\.pt cannot be used: it holds more than tensors"):
         create(TINY, pretrained=path)
     save_file(theirs, tmp_path / "half.safetensors")

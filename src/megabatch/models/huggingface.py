@@ -85,6 +85,10 @@ class FolderTokenizer:
         )
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
+    def of_one(self, text: str) -> Tensor:
+        """Tokens of a text, int64 (context_length,): the transform of first texts."""
+        return self([text])[0]
+
 
 @functools.lru_cache(maxsize=4)
 def _load_tokenizer(folder: Path) -> Any:
@@ -137,13 +141,12 @@ def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Tower
     first = TextEncoder(encoder, tokenizer.pad, options.hf_pooling or saved_pooling(folder))
     second = None if options.hf_share else copy.deepcopy(first)
     module = TwoTowers(first, second, options, scale=20)  # common for sentence encoders
-    transform = functools.partial(first_tokens, tokenizer)
     lengths = functools.partial(without_padding, pad=tokenizer.pad)
     return Towers(
         name,
         module,
-        transform,
-        transform,
+        tokenizer.of_one,
+        tokenizer.of_one,
         tokenizer,
         int(config.hidden_size),
         first="text",
@@ -168,11 +171,6 @@ class TextEncoder(nn.Module):
         mask = text != self.pad
         states: Tensor = self.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state
         return pool(states, mask, self.pooling)
-
-
-def first_tokens(tokenizer: FolderTokenizer, text: str) -> Tensor:
-    """The transform of first texts, instead of an image's: tokens, int64 (context_length,)."""
-    return tokenizer(text)[0]
 
 
 def saved_pooling(folder: Path) -> Pooling:

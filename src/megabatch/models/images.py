@@ -63,7 +63,7 @@ class PixelNormalization(nn.Module):
         return (pixels - self.mean) / self.std
 
 
-def _normalize_bytes(tower: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _normalize_bytes(tower: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """Normalise a tower's uint8 images; others are normalised already."""
     images, *others = inputs
     return (tower.pixel_normalization(images), *others) if images.dtype == torch.uint8 else None
