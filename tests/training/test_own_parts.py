@@ -31,7 +31,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModu
 @pytest.fixture
 def mine(write: WriteModule) -> Path:
     """The example of the documentation."""
-    (code,) = blocks("docs/recipes.md", "python")
+    *_, code = blocks("docs/recipes.md", "python")
     return write("mine", code)
 
 

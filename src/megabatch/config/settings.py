@@ -25,7 +25,7 @@ OPENCLIP = {
     "--imagenet-val": "use megabatch eval RUN --class-data PATH after the run",
     "--log-every-n-steps": "use --log-every STEPS",
     **dict.fromkeys(("--logs", "--name"), "use --output FOLDER"),
-    "--pretrained-image": "use --pretrained-image-path FILE",
+    "--pretrained-image": "use --pretrained FILE, with an image tower's weights in it",
     "--save-frequency": "use --checkpoint-every STEPS and --keep-checkpoints N",
     "--siglip": "use --loss siglip",
     "--skip-scheduler": "use --lr-scheduler const --warmup 0",
@@ -63,11 +63,6 @@ class TrainConfig:
     pretrained: Path | None = None
     """Initial weights: a .safetensors file, a .pt file of OpenCLIP's trainer, or a run's
     folder."""
-    pretrained_image_path: Path | None = None
-    """Initial weights of the image tower, loaded after --pretrained: of a model, a tower or a
-    trunk."""
-    pretrained_text_path: Path | None = None
-    """Initial weights of the text tower, likewise."""
     force_patch_dropout: Annotated[float | None, SHARE] = None
     """Share of an image's patches that training drops. Default: the model's own."""
     force_image_size: Annotated[int | None, AT_LEAST_1] = None
