@@ -37,10 +37,6 @@ class TrainConfig:
     or a text encoder; glyph-small; or module:function, your own (`megabatch models` lists all)."""
     pretrained: Path | None = None
     """Initial weights: a .safetensors file, a .pt file of OpenCLIP, or a run's folder."""
-    pretrained_image_path: Path | None = None
-    """Weights of the image tower, loaded after --pretrained: of a model, a tower or a trunk."""
-    pretrained_text_path: Path | None = None
-    """Weights of the text tower, likewise."""
     force_patch_dropout: Share | None = None
     """Share of an image's patches that training drops. Default: the model's own."""
     force_image_size: PositiveInt | None = None
@@ -191,8 +187,8 @@ class TrainConfig:
     """Held-out pairs to evaluate on at the end, as `megabatch eval --val-data` does, with the
     columns of --train-data. All processes must be able to read the output folder."""
     val_frequency: Annotated[NonNegativeInt, MAY_CHANGE] = 0
-    """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
-    output folder, under best: by recall@1 from first inputs to texts. 0: only at the end."""
+    """Also save and evaluate a checkpoint every so many steps (OpenCLIP counts epochs); 0: only at
+    the end."""
 
 
 #: Settings without effect unless another one has one of some values, or any that is on.

@@ -14,7 +14,7 @@ from megabatch.export import hugging_face, openclip
 from megabatch.files import new_folder
 from megabatch.imports import named_extras
 from megabatch.models import Towers
-from megabatch.models.hf_images import ImageTower
+from megabatch.models.hf_images import PooledTower
 from megabatch.models.huggingface import TextEncoder
 from megabatch.models.towers import TwoTowers
 from megabatch.options import is_reference
@@ -84,7 +84,7 @@ def _writers(towers: Towers) -> tuple[str, dict[str, Writer]]:
         return "a pair of two text encoders", {
             "sentence-transformers": hugging_face.write_sentence_model
         }
-    if isinstance(visual, ImageTower):
+    if isinstance(visual, PooledTower):
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
     if is_reference(towers.name):
         return "a model of your own", {}

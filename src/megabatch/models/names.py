@@ -55,14 +55,12 @@ def check(name: str) -> None:
         UsageError: there is none.
     """
     prefix = next((prefix for prefix in _FOLDERS if name.startswith(prefix)), "")
-    folder = Path(name.removeprefix(prefix))
-    found = [p + str(folder) for p, file in _FOLDERS.items() if (folder / file).is_file()]
-    hint = f"; did you mean {found[0]}?" if found else f"; {DOWNLOAD}"
-    if prefix and not (folder / _FOLDERS[prefix]).is_file():
-        raise UsageError(f"--model {name}: there is no {folder / _FOLDERS[prefix]}{hint}")
-    if not prefix and not is_reference(name) and name != GLYPH and name not in available():
-        if not found and "/" not in name:
-            hint = did_you_mean(name, available(), 3)
+    if prefix:
+        file = Path(name.removeprefix(prefix), _FOLDERS[prefix])
+        if not file.is_file():
+            raise UsageError(f"--model {name}: there is no {file}; {DOWNLOAD}")
+    elif name != GLYPH and not is_reference(name) and name not in available():
+        hint = f"; {DOWNLOAD}" if "/" in name else did_you_mean(name, available(), 3)
         raise UsageError(f"--model: {name!r} is not known{hint} (`megabatch models` lists all)")
 
 

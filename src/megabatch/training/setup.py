@@ -26,7 +26,6 @@ from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
 from megabatch.models.towers import lock, set_modes
-from megabatch.models.weights import load_tower
 from megabatch.options import is_reference, option
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
@@ -37,8 +36,7 @@ from megabatch.training.world import World
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
-    *("output", "train_data", "val_data"),
-    *("pretrained", "pretrained_image_path", "pretrained_text_path"),
+    *("output", "pretrained", "train_data", "val_data"),
     *("micro_batch_size", "workers", "torchcompile", "data_timeout", "dist_timeout"),
 )
 
@@ -148,7 +146,7 @@ def model_notes(config: TrainConfig, towers: Towers, ranks: int = 1) -> list[str
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
     # OpenCLIP's trainer starts such a tower with the weights that its name stands for.
     text: Any = getattr(towers.module, "text", None)
-    loaded = config.pretrained or config.pretrained_text_path or ":" in config.model
+    loaded = config.pretrained or ":" in config.model
     if not loaded and type(text).__name__ == "HFTextEncoder":
         notes.append(
             f"the text tower starts with random weights: those of {text.config.name_or_path}, "
@@ -247,10 +245,6 @@ def build_towers(config: TrainConfig) -> Towers:
     options = ModelOptions.of(to_dict(config))
     towers = create(config.model, pretrained=config.pretrained, options=options)
     module = towers.module
-    if config.pretrained_image_path is not None:
-        load_tower(module, "image", config.pretrained_image_path)
-    if config.pretrained_text_path is not None:
-        load_tower(module, "text", config.pretrained_text_path)
     if config.lock_image:
         lock(module, "image", unlocked=config.lock_image_unlocked_groups)
     if config.lock_text:
