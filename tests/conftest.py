@@ -64,7 +64,7 @@ def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]
     """Groups of processes for the checks of all modules."""
     from tests.similarity.distributed.processes import Groups
 
-    groups = Groups(tmp_path_factory.mktemp("process-groups"))
+    groups = Groups(lambda: tmp_path_factory.mktemp("processes"))
     yield groups
     groups.end()
 

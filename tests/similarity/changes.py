@@ -18,6 +18,7 @@ CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no gather": lambda: changed("gather", 0),
     "gather, smaller": lambda: changed("gather", 64 << 10),
     "grid": lambda: changed("grid", 2),
+    "no grid": lambda: changed("grid", 0),
     "precision": lambda: changed("precision", "medium"),
     "default device": lambda: changed("default device", "meta"),
     "default dtype": lambda: changed("default dtype", torch.bfloat16),
