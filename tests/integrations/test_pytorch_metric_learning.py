@@ -18,11 +18,7 @@ from tests.similarity.distributed.processes import World
 
 library = pytest.importorskip("pytorch_metric_learning")
 ours = pytest.importorskip("megabatch.integrations.pytorch_metric_learning")
-distances = pytest.importorskip("pytorch_metric_learning.distances")
-losses = pytest.importorskip("pytorch_metric_learning.losses")
-miners = pytest.importorskip("pytorch_metric_learning.miners")
-reducers = pytest.importorskip("pytorch_metric_learning.reducers")
-regularizers = pytest.importorskip("pytorch_metric_learning.regularizers")
+from pytorch_metric_learning import distances, losses, miners, reducers, regularizers  # noqa: E402
 
 NAMES = pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
 D = 4

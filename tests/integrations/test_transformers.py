@@ -47,11 +47,7 @@ from tests.integrations.hf import (  # noqa: E402
     texts,
     with_adapters,
 )
-from tests.integrations.training import (  # noqa: E402
-    assert_weights_equal,
-    descend,
-    weights_of,
-)
+from tests.integrations.training import assert_weights_equal, descend, weights_of  # noqa: E402
 from tests.process_state import changed  # noqa: E402
 from tests.similarity.distributed.processes import World  # noqa: E402
 

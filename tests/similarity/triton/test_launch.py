@@ -25,12 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import megabatch as mb
 from megabatch.similarity.triton import launch as module
-from megabatch.similarity.triton import (
-    paired,
-    sigmoid,
-    softmax,
-    tiles,
-)
+from megabatch.similarity.triton import paired, sigmoid, softmax, tiles
 from megabatch.similarity.triton.blocks import Block
 from megabatch.similarity.triton.launch import VARYING, Kernel, kernel, kinds
 
