@@ -88,8 +88,6 @@ def test_the_example_is_trained_resumed_and_evaluated(
 def test_a_plan_says_that_the_memory_of_the_loss_is_unknown(mine: Path, command: Command) -> None:
     code, out = command("plan", *OWN, "--global-batch-size", "64")
     assert code == 0, out
-    unknown = "the memory of mine:FocalClipLoss is unknown and not counted, except for the features"
-    assert unknown in out
     assert out.endswith("fits without mine:FocalClipLoss, whose memory is unknown\n")
     (row,) = (line for line in out.splitlines() if line.startswith("gradients of the loss"))
     assert row.split()[4] == f"{64 * 64 * 2 * 2 / 2**20:.1f}"  # MiB: bfloat16, images and texts

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchvision.datasets import ImageFolder
 
-from megabatch.data.images import decode_image
+from megabatch.data.images import ImageFiles, decode_image
 from megabatch.data.pairs import BadSample
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
@@ -92,7 +92,7 @@ class FolderLabels(Labelled):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._files = folder, ImageFiles((Path(),))
         try:
             found = ImageFolder(folder)
         except OSError as error:
@@ -107,11 +107,7 @@ class FolderLabels(Labelled):
     def __getitem__(self, index: int) -> Sample:
         path, label = self._images[index]
         key = printable(Path(path).relative_to(self.folder).as_posix())
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise BadSample("unreadable image file", key) from error
-        return Sample(decode_image(data, key), label, key)
+        return Sample(decode_image(self._files.read(path, key), key), label, key)
 
 
 class ShardLabels(Labelled):

@@ -34,9 +34,9 @@ def check(config: TrainConfig, first: str) -> None:
             importlib.import_module("megabatch.evaluation.run")
             if config.val_data == "glyphs":
                 return
-        from megabatch.evaluation.captions import open_val_data, reading_of
+        from megabatch.evaluation.captions import open_val_data
 
-        open_val_data(config.val_data, config.model, first, reading_of(vars(config)))
+        open_val_data(config.val_data, config.model, first, vars(config))
 
 
 def evaluate(
