@@ -32,8 +32,9 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.data.order import Order, Part
 from megabatch.evaluation.retrieval import retrieval_metrics
+from megabatch.training.checkpoint import TrainingStopped
 from megabatch.training.setup import build_towers
-from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.trainer import Trainer
 
 ARMS = ("negatives", "long", "samples", "steps")
 #: Groups of a batch in the arm `long`.

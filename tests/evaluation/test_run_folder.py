@@ -24,8 +24,6 @@ def test_the_final_weights_are_loaded(run: Path) -> None:
     assert (opened.weights, opened.step) == (run / "model.safetensors", None)
     (run / "checkpoints" / "step-00000012").mkdir(parents=True)
     assert open_run(run).step == 12
-    (run / "best.json").write_text('{"step": 7}')
-    assert open_run(run).step == 7
     assert opened.config["train_data"] == "glyphs"
     saved = load_file(run / "model.safetensors")
     for name, value in opened.towers.module.state_dict().items():
