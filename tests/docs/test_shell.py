@@ -15,7 +15,7 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -30,7 +30,7 @@ LANGUAGES = ("bash", "console")
 OTHERS = {"[", "export", "cd", "scontrol", "done", "hf"}
 
 
-class Accepted(Exception):
+class Accepted(BaseException):  # no program catches it
     """A program's parser took all options; the program itself must not run."""
 
 
@@ -53,18 +53,17 @@ def commands(code: str) -> Iterator[list[str]]:
 def check(words: Sequence[str]) -> None:
     """Raises an exception unless the command exists and takes these words."""
     program, *rest = words
-    if program == "srun":
+    if program in ("srun", "unshare"):
         check(rest[rest.index("python") :])
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
         given = get_args_parser().parse_args(rest)
-        module = ["-m"] * given.module
-        check(["python", *module, given.training_script, *given.training_script_args])
-    elif program == "unshare":
-        check(rest[rest.index("python") :])
+        python = ["python", "-m"] if given.module else ["python"]
+        check([*python, given.training_script, *given.training_script_args])
     elif program == "python" and rest[0] == "-m":
-        check_module(rest[1], [word for word in rest[2:] if word != "--"])
+        module, *given = (word for word in rest[1:] if word != "--")
+        accepts(lambda: runpy.run_module(module, run_name="__main__"), [module, *given])
     elif program == "python":
         script = ROOT / rest[0]
         with pytest.MonkeyPatch.context() as patch:  # it may import from its own folder
@@ -84,25 +83,8 @@ def check(words: Sequence[str]) -> None:
         assert program in OTHERS, f"no check for {program}: {words}"
 
 
-def check_module(module: str, rest: list[str]) -> None:
-    """`python -m module`."""
-    if module == "megabatch":
-        check(["megabatch", *rest])
-    elif module == "megabatch.integrations.open_clip":
-        from megabatch.integrations import open_clip
-
-        accepts(lambda: open_clip.main(rest), rest)
-    elif module == "open_clip_train.main":
-        from open_clip_train.params import parse_args
-
-        accepts(lambda: parse_args(rest), rest)
-    else:
-        assert module == "venv", module
-
-
-def accepts(program: object, words: Sequence[str]) -> None:
+def accepts(program: Callable[[], object], words: Sequence[str]) -> None:
     """Raises an exception unless the program's own parser takes these words."""
-    assert callable(program)
     read, make = argparse.ArgumentParser.parse_args, options.make
 
     def accepted(reader: object) -> object:
@@ -126,10 +108,7 @@ def accepts(program: object, words: Sequence[str]) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(blocks(page, n) for n in LANGUAGES)]
 )
-def test_commands_exist_with_their_options(
-    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_commands_exist_with_their_options(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for language in LANGUAGES:
         for code in blocks(page, language):
             if language == "bash":
