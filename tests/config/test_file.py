@@ -127,6 +127,17 @@ def test_a_file_may_name_code_only_if_it_is_trusted(
         assert parse([*words, "--trust"])
 
 
+def test_a_pretrained_text_encoder_has_the_defaults_of_fine_tuning(tmp_path: Path) -> None:
+    bert = f"hf:{save_tiny_bert(tmp_path / 'bert')}"
+    tuned = TrainConfig(model=bert, lr=2e-5, wd=0.01)
+    assert parse(["--model", bert]) == tuned
+    assert parse(["--model", bert, "--lr", "0.001"]) == replace(tuned, lr=0.001)
+    assert parse(["--model", bert, "--opt", "lamb"]) == TrainConfig(model=bert, opt="lamb")
+    save_config(TrainConfig(model=bert, output=tmp_path), tmp_path / "config.toml")
+    again = parse(["--resume", "--output", str(tmp_path)])
+    assert (again.lr, again.wd) == (TrainConfig.lr, TrainConfig.wd)
+
+
 def test_the_rate_of_random_weights_is_noted_where_there_are_others(tmp_path: Path) -> None:
     weights, bert = Path("clip.safetensors"), f"hf:{save_tiny_bert(tmp_path / 'bert')}"
     (tmp_path / "config.json").write_text("{}")

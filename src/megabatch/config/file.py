@@ -10,7 +10,6 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from pydantic.dataclasses import dataclass
 from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError, did_you_mean
+from megabatch.models import names
 from megabatch.options import CONFIG, is_reference, make, read_words
 
 if sys.version_info >= (3, 11):
@@ -31,6 +31,9 @@ _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the w
 
 Name a model and data (--model ViT-B-32 --train-data 'shards/{000..099}.tar'), or a configuration
 (--config quickstart). Options override the configuration, which overrides defaults."""
+
+#: Defaults for a pretrained text encoder, as is usual with BERT and its successors and AdamW.
+FINE_TUNING = {"lr": 2e-5, "wd": 0.01}
 
 #: The configurations that come with the library, by name.
 _PACKAGED = {file.stem: file for file in Path(__file__).with_name("packaged").glob("*.toml")}
@@ -63,7 +66,7 @@ def configure(given: Mapping[str, Any]) -> TrainConfig:
     """The configuration from options, the file of `--config`, and defaults, in this order.
 
     With `--resume` and without `--config` the file is the one in the run's folder. `--epochs` or
-    `--steps` replaces both of the file.
+    `--steps` replaces both of the file. A pretrained text encoder has defaults of its own.
 
     Raises:
         UsageError: the file is invalid, or names code and is not trusted; two lengths are given.
@@ -75,13 +78,16 @@ def configure(given: Mapping[str, Any]) -> TrainConfig:
     config = make(TrainConfig, own)
     begun = config.output / "config.toml"
     file = given.get("config", begun if config.resume and begun.is_file() else None)
-    if file is not None:
-        config = load_config(file, trust=True)
-        if not given.get("trust"):
-            refuse_references({k: v for k, v in vars(config).items() if k not in own}, file)
+    settings = {} if file is None else _read(file)
+    if not given.get("trust"):
+        refuse_references({k: v for k, v in settings.items() if k not in own}, f"{file}")
     if lengths:
-        config = replace(config, epochs=TrainConfig.epochs, steps=TrainConfig.steps)
-    return make(TrainConfig, vars(config) | own)
+        settings = {k: v for k, v in settings.items() if k not in ("epochs", "steps")}
+    config = make(TrainConfig, settings | own)
+    encoder = names.is_trained(config.model) and names.is_text_encoder(config.model)
+    if encoder and config.opt == "adamw":
+        config = make(TrainConfig, FINE_TUNING | settings | own)
+    return config
 
 
 def load_config(name_or_path: str | Path, *, trust: bool = False) -> TrainConfig:
@@ -93,18 +99,24 @@ def load_config(name_or_path: str | Path, *, trust: bool = False) -> TrainConfig
         UsageError: there is no such file, it is not TOML, it has unknown keys or an invalid value,
             or it names code to run.
     """
+    values = _read(name_or_path)
+    if not trust:
+        refuse_references(values, name_or_path)
+    return make(TrainConfig, values)
+
+
+def _read(name_or_path: str | Path) -> dict[str, Any]:
+    """The settings that a configuration contains, which are valid; code to run among them."""
     name = str(name_or_path)
     try:
         values = tomllib.loads(_PACKAGED.get(name, Path(name)).read_text(encoding="utf-8"))
-        config = make(TrainConfig, values)
+        make(TrainConfig, values)
     except UsageError as error:
         raise UsageError(f"--config {name}: {error}") from error
     except (OSError, ValueError) as error:  # of the file, of its encoding, of TOML
         hint = did_you_mean(name, _PACKAGED)
         raise UsageError(f"--config {name}: cannot be read: {error}{hint}") from error
-    if not trust:
-        refuse_references(values, name)
-    return config
+    return values
 
 
 def save_config(config: TrainConfig, path: Path) -> None:

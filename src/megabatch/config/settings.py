@@ -115,7 +115,7 @@ class TrainConfig:
     opt: Literal["adamw", "lamb", "lars", "adafactor", "lion", "sgd"] = "adamw"
     """The optimizer."""
     lr: PositiveFloat = 1e-3
-    """Peak learning rate, for random weights; fine-tuning usually takes 1e-5 to 1e-4."""
+    """Peak learning rate. For a pretrained text encoder (hf:) the default is 2e-5."""
     lr_scheduler: Literal["cosine", "const", "const-cooldown", "wsd"] = "cosine"
     """After the warm-up: decay to zero along half a cosine; stay constant; or stay constant and
     decay linearly to zero at the end (const-cooldown, also called wsd)."""
@@ -134,7 +134,7 @@ class TrainConfig:
     ema_decay: Share | None = None
     """Also keep an exponential moving average of the weights, exported as model-ema.safetensors."""
     wd: Annotated[float, Field(ge=0)] = 0.2
-    """Weight decay of matrices. BERT and its successors are usually fine-tuned with 0.01."""
+    """Weight decay of matrices. For a pretrained text encoder (hf:) the default is 0.01."""
     grad_clip_norm: PositiveFloat | None = None
     """Clip the gradient to this norm."""
     max_logit_scale: Annotated[float, Field(ge=1)] = 100.0
