@@ -108,9 +108,9 @@ class PairDataset(Protocol):
     each of its samples once (see `megabatch.data.order.Part`).
 
     A source of small images of one size, none of them bad, may give many at once, which is many
-    times faster: `arrays(indices)`, uint8 (b, channels, height, width), `texts(indices)`, their
-    captions, and possibly `ids(indices)`, int64 (b,). The transform then needs `batch(images,
-    seeds)`, whose randomness must come from `seeds`, int64 (b,), one for each image.
+    times faster: `arrays(indices)`, uint8 (b, channels, height, width), and `texts(indices)`, their
+    captions. The transform then needs `batch(images, seeds)`, whose randomness must come from
+    `seeds`, int64 (b,), one for each image.
     """
 
     def __len__(self) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.data import open_pairs
-from megabatch.data.grey import is_grey_folder
 from megabatch.data.images import decode_image, decoded
 from megabatch.data.pairs import BadSample, PairDataset, check_usable, clean_caption, is_blank
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
@@ -90,9 +89,7 @@ def open_captioned(
 
 
 def _is_table(source: str) -> bool:
-    if source == GLYPHS or is_grey_folder(source):
-        return False
-    return find_files(source)[0].name.endswith(ALL_TABLES)
+    return source != GLYPHS and find_files(source)[0].name.endswith(ALL_TABLES)
 
 
 class CaptionedPairs(Samples):
