@@ -115,7 +115,7 @@ def test_a_command_that_fails_is_an_error_and_leaves_nothing(
     shards: list[Path], cache: Path, command: str
 ) -> None:
     spec = "pipe:" + command.format(shards[0])
-    with pytest.raises(UsageError, match=r"cannot read pipe:cat .*exit [13]"):
+    with pytest.raises(UsageError, match=r"cannot read pipe:cat .*exit status [13]"):
         open_pairs(spec)
     assert copies(cache) == []
 

@@ -17,9 +17,7 @@ from megabatch.data.fetch import (
     stacked,
 )
 from megabatch.data.glyphs import GlyphSet
-from megabatch.data.images import DeferredImage, decode_image
-from megabatch.data.late import decode
-from megabatch.data.pairs import BadSample, EncodedImage, Pair
+from megabatch.data.pairs import BadSample, Pair
 from megabatch.data.shards import ShardPairs
 
 from .samples import Numbers, jpeg, to_pixels, to_pixels_and_noise, to_tokens, write_tar
@@ -66,9 +64,6 @@ def test_arrays_of_files_give_what_their_images_give(tmp_path: Path) -> None:
     assert torch.equal(arrays.images, images.images)
     assert arrays.bad == images.bad
     assert [reason for *_, reason, _ in arrays.bad] == ["undecodable image"]
-    late = decode(crop, [DeferredImage(EncodedImage(jpeg((12, 12), 0), "0"), seed=1)])
-    early = decode(crop, [DeferredImage(decode_image(jpeg((12, 12), 0), "0"), seed=1)])
-    assert torch.equal(late.rows, early.rows)
 
 
 @given(

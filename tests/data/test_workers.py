@@ -1,22 +1,16 @@
-"""Worker processes that die or hang while a loader waits, and the memory that they return."""
+"""Worker processes that die or hang while a loader waits."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import platform
 import signal
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.connection import Connection
 
-import psutil
 import pytest
-import torch
 
 from megabatch.data import workers
-from megabatch.data.workers import WorkerLoader, begin_worker
+from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
 
 
@@ -71,30 +65,3 @@ def test_a_hanging_process_does_not_keep_whoever_stops() -> None:
     start = time.monotonic()
     assert list(coming) == []
     assert time.monotonic() - start < 60
-
-
-def grown(begin: Callable[[int], None], answer: Connection) -> None:
-    """Send the bytes that a process still has after it freed 16 MB blocks among small ones."""
-    torch.set_num_threads(1)  # as DataLoader does: OpenMP's threads do not outlive a fork
-    begin(0)
-    process = psutil.Process()
-    torch.ones(5_000_000)  # freed at once: glibc then takes such blocks from its heap
-    before = process.memory_info().rss
-    blocks, kept = [], []
-    for _ in range(12):
-        blocks.append(torch.ones(4_000_000))
-        kept.append([bytearray(3_000) for _ in range(50)])
-    del blocks
-    answer.send(process.memory_info().rss - before)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's that keeps memory")
-def test_a_worker_gives_memory_back() -> None:
-    context = multiprocessing.get_context("fork")
-    receive, send = context.Pipe(duplex=False)
-    process = context.Process(target=grown, args=(begin_worker, send))
-    process.start()
-    assert receive.poll(60)
-    assert receive.recv() < 50e6
-    process.join()
-    assert process.exitcode == 0

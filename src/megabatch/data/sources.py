@@ -128,8 +128,7 @@ def find_files(spec: str) -> list[Path]:
         paths = local_copies(spec)
     else:
         paths = [path for pattern in expand_urls(spec) for path in _matches(pattern, spec)]
-    # Compressed shards too: their reader has a message for them.
-    is_shard = [".tar" in path.suffixes[-2:] or path.suffix == ".tgz" for path in paths]
+    is_shard = [path.suffix == ".tar" for path in paths]
     is_table = [path.name.endswith(ALL_TABLES) for path in paths]
     if not (all(is_shard) or all(is_table)):
         raise UsageError(

@@ -10,8 +10,7 @@ from typing import Any
 
 from torchvision.datasets import ImageFolder
 
-from megabatch.data.images import decode_image
-from megabatch.data.pairs import BadSample
+from megabatch.data.pairs import BadSample, EncodedImage
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
 from megabatch.errors import UsageError, one_line, printable
@@ -36,12 +35,11 @@ class Samples:
     """Samples by index, bad ones included; `samples[i]` raises BadSample for one of these.
 
     first: the kind of the samples' first elements, "image" or "text"; damage: a line for each part
-    of the files that cannot be read; notes: other remarks that a user should see before.
+    of the files that cannot be read.
     """
 
     first: str = "image"
     damage: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -111,7 +109,7 @@ class FolderLabels(Labelled):
             data = Path(path).read_bytes()
         except OSError as error:
             raise BadSample("unreadable image file", key) from error
-        return Sample(decode_image(data, key), label, key)
+        return Sample(EncodedImage(data, key).decode(), label, key)
 
 
 class ShardLabels(Labelled):
