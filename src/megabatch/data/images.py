@@ -38,7 +38,7 @@ def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.T
     A transform's method `pixels`, if it has one, gets colour JPEG files as arrays (see
     `EncodedImage.pixels`), which costs less than Pillow's image.
     """
-    from_array = getattr(transform, "pixels", None)
+    from_array: Any = getattr(transform, "pixels", None)
     pixels = image.pixels() if from_array and isinstance(image, EncodedImage) else None
     return transform(decoded(image)) if pixels is None else from_array(pixels)
 
