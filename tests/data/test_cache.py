@@ -93,15 +93,6 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_file_that_has_changed_is_copied_again(
-    store: Any, shards: list[Path], cache: Path
-) -> None:
-    assert captions(f"memory://shards/0.tar::{shards[1]}") == ["0", "1", "2", "3"]
-    store.pipe("/shards/0.tar", shards[1].read_bytes())
-    assert captions("memory://shards/0.tar") == ["2", "3"]
-    assert copies(cache) == ["0.tar", "0.tar"]
-
-
 def test_what_a_command_prints_is_kept(shards: list[Path], tmp_path: Path, cache: Path) -> None:
     spec = f"pipe:echo x >> {tmp_path}/calls; cat {tmp_path}/{{0,1}}.tar"
     for _ in range(2):

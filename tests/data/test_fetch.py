@@ -82,21 +82,6 @@ def test_seeds_belong_to_the_sample(seed: int, epoch: int, indices: list[int]):
     assert set(seeds).isdisjoint(sample_seeds(seed + 1, epoch, np.array(indices)))
 
 
-def test_augmentation_depends_on_nothing_but_seed_epoch_and_index():
-    def images(seed: int, epoch: int, indices: list[int]) -> torch.Tensor:
-        fetcher = Fetcher(Numbers(20), to_pixels_and_noise, to_tokens, seed)
-        result = fetcher(Request(epoch, np.array(indices))).images
-        assert result is not None
-        return result
-
-    first = images(7, 3, [4, 5, 6])
-    torch.rand(5), random.random(), np.random.rand()
-    assert torch.equal(images(7, 3, [6, 4]), first[[2, 0]])
-    assert not torch.equal(images(7, 4, [4, 5, 6]), first)
-    assert not torch.equal(images(8, 3, [4, 5, 6]), first)
-    assert not torch.equal(first[0] - 4, first[1] - 5)
-
-
 def test_the_trainers_random_state_is_left_alone():
     def draw() -> tuple:
         torch.manual_seed(1)
