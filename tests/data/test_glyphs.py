@@ -144,13 +144,3 @@ def test_an_interrupted_run_leaves_nothing(few: GlyphSet, tmp_path: Path, monkey
     with pytest.raises(expected):
         write_glyphs(few, tmp_path / "shards", samples_per_shard=100)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_overwritten(few: GlyphSet, tmp_path: Path):
-    (tmp_path / "mine").write_text("precious")
-    for output in (tmp_path, tmp_path / "mine"):
-        with pytest.raises(UsageError, match=f"{output.name} exists and is not an empty folder"):
-            write_glyphs(few, output, samples_per_shard=100)
-    assert (tmp_path / "mine").read_text() == "precious"
-    (tmp_path / "empty").mkdir()
-    assert write_glyphs(few, tmp_path / "empty", samples_per_shard=1000)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from megabatch.data.images import ImageFiles, transformed
-from megabatch.data.pairs import BadSample, EncodedImage, check_usable, clean_caption
+from megabatch.data.pairs import BadSample, EncodedImage, check_usable
 from megabatch.errors import UsageError
 
 from .samples import Numbers, jpeg, png
@@ -41,15 +41,6 @@ def test_an_image_above_pillow_s_limit_is_no_undecodable_one(monkeypatch: pytest
     with pytest.raises(BadSample) as caught:
         EncodedImage(png(0, (15, 15)), "k").decode()
     assert caught.value.reason == "image of more than 200 pixels, Pillow's limit"
-
-
-@pytest.mark.parametrize(
-    ("caption", "reason"),
-    [(" \n\t", "empty"), (None, "empty"), (7, "is not text"), (["a"], "is not text")],
-)
-def test_captions_that_cannot_be_used(caption: object, reason: str):
-    with pytest.raises(BadSample, match=rf"{reason}.*: k"):
-        clean_caption(caption, "k")
 
 
 def test_a_source_of_nothing_but_bad_samples_is_refused():
