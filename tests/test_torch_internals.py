@@ -61,10 +61,9 @@ def attention() -> None:
             for _ in range(3)
         )
         mask = torch.empty(5, 5, device="cuda", dtype=torch.bfloat16)
-        plain = torch_internals.flash_attention(query, key, value, 0.0, False)
-        masked = torch_internals.masked_attention(query, key, value, mask, True, 0.0, False)
-    for out, *_ in (plain, masked):
-        assert (out.shape, out.stride()) == (query.shape, query.stride())
+        for bias in (None, mask):
+            found = torch_internals.fused_attention(query, key, value, bias, True, 0.0, False)
+            assert (found[0].shape, found[0].stride()) == (query.shape, query.stride())
 
 
 def fake() -> None:
@@ -180,7 +179,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "_python_dispatch:TorchDispatchMode": dispatch,
     "_subclasses.fake_tensor:FakeTensorMode": fake,
     "_pytree:tree_leaves": leaves,
-    "_scaled_dot_product_flash_attention": attention,
     "_scaled_dot_product_cudnn_attention": attention,
     "_dynamo_marked_constant": constants,
     "_orig_mod": compiled_wrapper,

@@ -31,13 +31,10 @@ from megabatch.config.objective import Objective, create_objective
 from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.data.order import Order, Part
-from megabatch.evaluation.retrieval import (
-    answers_by_ids,
-    chance_by_answers,
-    retrieval_metrics,
-)
+from megabatch.evaluation.retrieval import retrieval_metrics
+from megabatch.training.checkpoint import TrainingStopped
 from megabatch.training.setup import build_towers
-from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.trainer import Trainer
 
 ARMS = ("negatives", "long", "samples", "steps")
 #: Groups of a batch in the arm `long`.
@@ -268,7 +265,9 @@ def evaluate(module: Any, test: Pairs) -> dict[str, float]:
 
 def chance(test: Pairs) -> dict[str, float]:
     """The same figures of answers in random order."""
-    return means(chance_by_answers(answers_by_ids(test.ids, distinct(test)[1]), ks=KS))
+    _, ids = distinct(test)
+    x, y = (torch.ones(len(side), 1) for side in (test.ids, ids))  # equal scores are random orders
+    return means(retrieval_metrics(x, y, x_ids=test.ids, y_ids=ids, ks=KS, group="local"))
 
 
 def means(figures: dict[str, float]) -> dict[str, float]:

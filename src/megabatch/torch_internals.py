@@ -150,6 +150,5 @@ TorchDispatchMode = private("torch.utils._python_dispatch:TorchDispatchMode")
 fake_tensor_mode = _function("torch._subclasses.fake_tensor:FakeTensorMode")
 #: The leaves of nested containers.
 tree_leaves: Callable[[Any], list[Any]] = _function("torch.utils._pytree:tree_leaves")
-#: Attention as GPUs compute it without a mask, and as H100s and H200s with one.
-flash_attention = _function("torch:ops.aten._scaled_dot_product_flash_attention")
-masked_attention = _function("torch:ops.aten._scaled_dot_product_cudnn_attention")
+#: Attention as H100s and H200s compute it, with or without a mask.
+fused_attention = _function("torch:ops.aten._scaled_dot_product_cudnn_attention")

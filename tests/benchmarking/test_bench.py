@@ -16,7 +16,7 @@ from rich.console import Console
 from torch import Tensor
 
 from megabatch import cli
-from megabatch.benchmarking import bench, measure
+from megabatch.benchmarking import bench, clock, measure, records
 from megabatch.benchmarking.bench import LossOptions
 from megabatch.benchmarking.measure import SANE, Record, dense_clip_loss
 from tests import programs
@@ -66,23 +66,16 @@ def test_measures_prints_and_records(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_contenders_take_turns_and_a_failed_one_is_not_tried_again(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = replace(OK, contender="megabatch", status="out of memory", note="9 bytes", ms=None)
-    seen = answer(monkeypatch, gone)
-    assert bench.main(["--batch-size", "100", "200", *TINY]) == 0
+    for status, code in (("wrong", 1), ("failed", 1), ("out of memory", 0)):
+        gone = replace(OK, contender="megabatch", status=status, note="9 bytes", ms=None)
+        seen = answer(monkeypatch, gone)
+        assert bench.main(["--batch-size", "100", "200", *TINY]) == code
     one = [("megabatch", 100), ("dense", 100), ("openclip", 100)]
     assert seen[:5] == [*one, *one[1:]]
     assert seen[5:8] == [(name, 200) for name, _ in one]
     shown, progress = capsys.readouterr()
     assert "megabatch, b = 100: out of memory: 9 bytes" in shown
     assert "dense, b = 100, round 2 of 2: 2.0 ms a call, measured in 0 s" in progress
-
-
-@pytest.mark.parametrize(
-    ("status", "code"), [("ok", 0), ("out of memory", 0), ("failed", 1), ("wrong", 1)]
-)
-def test_exit_code(status: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer(monkeypatch, replace(OK, status=status))
-    assert bench.main(["--contenders", "dense", *TINY]) == code
 
 
 def test_records_of_the_sizes_done_survive_an_interrupt(
@@ -95,10 +88,26 @@ def test_records_of_the_sizes_done_survive_an_interrupt(
 
     monkeypatch.setattr(bench, "in_process", start)
     output = tmp_path / "r.json"
-    words = ["--batch-size", "64", "128", "--contenders", "dense"]
+    words = ["--batch-size", "64", "128", "--contenders", "dense", "--output", str(output)]
     with pytest.raises(KeyboardInterrupt):
-        bench.main([*words, "--output", str(output), *TINY])
+        bench.main([*words, *TINY])
     assert [r["b"] for r in json.loads(output.read_text())["records"]] == [64]
+
+
+def test_a_record_has_a_hash_of_each_package_that_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("losses", "similarity/triton"):
+        (tmp_path / name).mkdir(parents=True)
+    source = tmp_path / "similarity/triton/kernel.py"
+    source.write_text("one = 1\n")
+    monkeypatch.setattr(records.megabatch, "__file__", str(tmp_path / "__init__.py"))
+    before = records.environment()["sources"]
+    source.write_text("one = 2\n")
+    (tmp_path / "losses/notes.txt").touch()
+    after = records.environment()["sources"]
+    unchanged = {name: after[name] == before[name] for name in before}
+    assert unchanged == {"losses": True, "similarity": False}
 
 
 @pytest.mark.parametrize(
@@ -163,20 +172,15 @@ def test_processes_that_fail_are_results(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (failed.status, failed.note) == ("failed", "KeyError: 'unheard-of'")
 
 
-@pytest.mark.parametrize(
-    ("code", "status", "note"),
-    [
+def test_a_process_that_is_killed_is_a_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    for code, status, note in (
         (-signal.SIGKILL, "out of memory", "the operating system ended the process"),
         (-signal.SIGSEGV, "failed", "exit code -11"),
-    ],
-)
-def test_a_process_that_is_killed_is_a_result(
-    code: int, status: str, note: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = subprocess.CompletedProcess([], code, b"", b"")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: ended)
-    result = alone("megabatch")
-    assert (result.status, result.note) == (status, note)
+    ):
+        ended = subprocess.CompletedProcess([], code, b"", b"")
+        monkeypatch.setattr(subprocess, "run", lambda *_, ended=ended, **__: ended)
+        result = alone("megabatch")
+        assert (result.status, result.note) == (status, note)
 
 
 def measured(name: str, dtype: str = "float32", device: str = "cpu", b: int = 96) -> Record:
@@ -223,19 +227,18 @@ def test_other_losses(loss: Any, status: str, note: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.usefixtures("_small_products")
-@pytest.mark.parametrize(("dtype", "autocast"), [("bfloat16", True), ("float32", False)])
-def test_half_precision_runs_under_autocast(
-    dtype: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: set[bool] = set()
+def test_half_precision_runs_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
 
-    def spy(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
-        seen.add(torch.is_autocast_enabled("cpu"))
-        return dense_clip_loss(x, y, scale)
+    def spy(*given: Tensor) -> Tensor:
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return dense_clip_loss(*given)
 
     monkeypatch.setitem(measure.CONTENDERS, "spy", lambda: spy)
-    measured("spy", dtype)
-    assert seen == {autocast}
+    for dtype, autocast in (("bfloat16", True), ("float32", False)):
+        measured("spy", dtype)
+        assert {*seen} == {autocast}
+        seen.clear()
 
 
 @pytest.mark.gpu
@@ -244,6 +247,20 @@ def test_on_cuda(contender: str) -> None:
     found = measured(contender, "bfloat16", "cuda", b=1024)
     assert found.status == "ok"
     assert (found.extra_bytes or 0) > 0
+
+
+def test_calls_are_repeated_until_the_time_is_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    assert len(clock.times(lambda: calls.append(1), "cpu", seconds=0.0, repetitions=3)) == 3
+    assert len(calls) == 4  # one to warm up
+    now = [0.0]
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now[0])
+    takes = iter([0.25, *[0.125] * 20])  # the first call takes longer, and promises too few
+
+    def call() -> None:
+        now[0] += next(takes)
+
+    assert clock.times(call, "cpu", seconds=1.0, repetitions=1) == [125.0] * 8
 
 
 # --- the table ------------------------------------------------------------------------------------

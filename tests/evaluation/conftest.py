@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from megabatch.data.glyphs import GlyphSet, load_glyphs
-from megabatch.models import create
+from tests.evaluation.material import untrained_run
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +47,4 @@ def small_glyphs() -> GlyphSet:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_glyphs: GlyphSet) -> Path:
     """The folder of an untrained run, evaluated on the small glyph set."""
     monkeypatch.setattr("megabatch.evaluation.run.load_glyphs", lambda: small_glyphs)
-    folder = tmp_path / "a <b> run"
-    folder.mkdir()
-    (folder / "config.toml").write_text('model = "glyph-small"\ntrain_data = "glyphs"\n')
-    torch.manual_seed(0)
-    save_file(create("glyph-small").module.state_dict(), folder / "model.safetensors")
-    return folder
+    return untrained_run(tmp_path / "a <b> run")

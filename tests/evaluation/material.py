@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import io
-import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.samples import Sample, Samples
+from megabatch.models import create
+from tests.data.samples import write_tar
 
 NAMES = ("digit_zero", "digit_one", "digit_two", "digit_three")
 
@@ -32,6 +35,15 @@ class ImageList(Samples):
 
 def image_features(encoder: Encoder, images: Sequence[Any]) -> Tensor:
     return encoder.embed(ImageList(images), "images").features
+
+
+def untrained_run(folder: Path, train_data: str = "glyphs") -> Path:
+    """A run's folder with the weights of a new model."""
+    folder.mkdir()
+    (folder / "config.toml").write_text(f'model = "glyph-small"\ntrain_data = "{train_data}"\n')
+    torch.manual_seed(0)
+    save_file(create("glyph-small").module.state_dict(), folder / "model.safetensors")
+    return folder
 
 
 def picture(kind: int, seed: int) -> Image.Image:
@@ -58,14 +70,8 @@ def image_folder(folder: Path, per_class: int, seed: int = 0) -> Path:
 
 def shard(path: Path, samples: list[dict[str, bytes]]) -> Path:
     """A tar file with the members of each sample by extension."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for i, members in enumerate(samples):
-            for extension, data in members.items():
-                info = tarfile.TarInfo(f"{i:04}.{extension}")
-                info.size = len(data)
-                tar.addfile(info, io.BytesIO(data))
-    return path
+    members = [(f"{i:04}.{kind}", data) for i, s in enumerate(samples) for kind, data in s.items()]
+    return write_tar(path, members)
 
 
 def class_shards(folder: Path, per_class: int, seed: int = 0) -> Path:
@@ -96,10 +102,18 @@ def write_pictures(folder: Path, n: int) -> list[str]:
     return [f"{i}.png" for i in range(n)]
 
 
-def caption_table(folder: Path, n: int) -> Path:
-    """A row for each caption, an image's rows apart from each other."""
+def caption_rows(folder: Path, n: int) -> list[tuple[str, str]]:
+    """Names of pictures in the folder, each with a caption; an image's rows apart from each other.
+
+    There is a row for each of `captions(n)`.
+    """
     names, texts = write_pictures(folder, n), captions(n)
-    rows = [(names[i], texts[i][j]) for j in range(3) for i in range(n) if j < len(texts[i])]
+    return [(names[i], texts[i][j]) for j in range(3) for i in range(n) if j < len(texts[i])]
+
+
+def caption_table(folder: Path, n: int) -> Path:
+    """These rows as CSV."""
+    lines = [f'{name},"{text}"\n' for name, text in caption_rows(folder, n)]
     path = folder / "pairs.csv"
-    path.write_text("filepath,title\n" + "".join(f'{name},"{text}"\n' for name, text in rows))
+    path.write_text("filepath,title\n" + "".join(lines))
     return path

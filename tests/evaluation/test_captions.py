@@ -10,13 +10,22 @@ import pyarrow.parquet
 import pytest
 
 from megabatch.data.pairs import BadSample
+from megabatch.data.tables import Wanted
 from megabatch.errors import UsageError
-from megabatch.evaluation.captions import open_captioned, open_val_data, reading_of
+from megabatch.evaluation.captions import open_captioned, open_val_data
 from megabatch.evaluation.samples import Samples
-from tests.evaluation.material import caption_table, captions, picture, png, shard, write_pictures
+from tests.evaluation.material import (
+    caption_rows,
+    caption_table,
+    captions,
+    picture,
+    png,
+    shard,
+    write_pictures,
+)
 
 N = 7
-COLUMNS = {"image_column": "photo", "caption_column": "said"}
+COLUMNS = Wanted("photo", caption="said", lists=True)
 
 
 def check(data: Samples) -> None:
@@ -25,17 +34,6 @@ def check(data: Samples) -> None:
     for i, expected in enumerate(captions(N)):
         assert data[i].target == expected
         assert data[i].image.tobytes() == picture(i % 4, i).tobytes()
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """A row for each caption, an image's rows apart from each other."""
-    names, texts = write_pictures(folder, N), captions(N)
-    return [
-        {"photo": names[i], "said": texts[i][j]}
-        for j in range(3)
-        for i in range(N)
-        if j < len(texts[i])
-    ]
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -54,57 +52,38 @@ def found(data: Samples) -> tuple[list[Any], list[str]]:
     return good, bad
 
 
-def test_rows_of_one_image_are_joined(tmp_path: Path) -> None:
+def test_rows_of_one_image_are_joined_also_across_files(tmp_path: Path) -> None:
     check(open_captioned(str(caption_table(tmp_path, N))))
-    path = write_lines(tmp_path / "images.jsonl", rows_of(tmp_path))
-    check(open_captioned(path, **COLUMNS))
+    rows = [{"photo": name, "said": text} for name, text in caption_rows(tmp_path, N)]
+    for part, some in enumerate((rows[:N], rows[N:])):
+        write_lines(tmp_path / f"{part}.jsonl", some)
+        images = [(tmp_path / row["photo"]).read_bytes() for row in some]
+        table = pa.table({"photo": images, "said": [row["said"] for row in some]})
+        pyarrow.parquet.write_table(table, tmp_path / f"{part}.parquet")
+    for kind in ("jsonl", "parquet"):
+        check(open_captioned(str(tmp_path / f"*.{kind}"), COLUMNS))
     with pytest.raises(UsageError, match=r"no image column 'filepath' .* are 'photo', 'said'"):
-        open_captioned(path)
+        open_captioned(str(tmp_path / "*.jsonl"))
 
 
 def test_lists_of_captions_and_image_bytes(tmp_path: Path) -> None:
-    images = [png(picture(i % 4, i)) for i in range(N)]
+    images: list[Any] = [png(picture(i % 4, i)) for i in range(N)]
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pa.table({"image": images, "caption": captions(N)}), path)
     check(open_captioned(str(path)))
-    structs = [{"bytes": image, "path": None} for image in images]
-    pyarrow.parquet.write_table(pa.table({"photo": structs, "said": captions(N)}), path)
-    check(open_captioned(str(path), **COLUMNS))
     names = write_pictures(tmp_path, N)
-    rows = [
-        {"photo": name, "said": [*texts, ""]}
-        for name, texts in zip(names, captions(N), strict=True)
-    ]
-    check(open_captioned(write_lines(tmp_path / "a.jsonl", rows), **COLUMNS))
-
-
-def test_images_of_an_arrow_file_stay_in_it(tmp_path: Path) -> None:
-    images: list[Any] = [{"bytes": png(picture(i % 4, i)), "path": None} for i in range(N - 1)]
-    images.append({"bytes": None, "path": write_pictures(tmp_path, N)[-1]})
-    table = pa.table({"photo": images, "said": captions(N)})
+    lists = zip(names, captions(N), strict=True)
+    rows = [{"photo": name, "said": [*texts, ""]} for name, texts in lists]
+    check(open_captioned(write_lines(tmp_path / "a.jsonl", rows), COLUMNS))
+    structs: list[Any] = [{"bytes": image, "path": None} for image in images[:-1]]
+    table = pa.table({"photo": [*structs, {"path": names[-1]}], "said": captions(N)})
     file = pa.OSFile(str(tmp_path / "a.arrow"), "wb")
     with file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table)
-    data = open_captioned(str(tmp_path / "a.arrow"), **COLUMNS)
+    data = open_captioned(str(tmp_path / "a.arrow"), COLUMNS)
     check(data)
     assert len(pickle.dumps(data)) < 5_000  # what a worker is sent
     check(pickle.loads(pickle.dumps(data)))
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_rows_of_one_image_are_joined_across_the_files_of_a_source(
-    tmp_path: Path, kind: str
-) -> None:
-    rows = rows_of(tmp_path)
-    for part, some in enumerate((rows[:N], rows[N:])):
-        path = tmp_path / f"{part}.{kind}"
-        if kind == "jsonl":
-            write_lines(path, some)
-        else:
-            images = [(tmp_path / row["photo"]).read_bytes() for row in some]
-            table = pa.table({"photo": images, "said": [row["said"] for row in some]})
-            pyarrow.parquet.write_table(table, path)
-    check(open_captioned(str(tmp_path / f"*.{kind}"), **COLUMNS))
 
 
 def test_the_same_name_in_another_folder_is_another_image(tmp_path: Path) -> None:
@@ -163,27 +142,24 @@ def test_what_is_no_captioned_data_is_refused_in_one_line(tmp_path: Path) -> Non
 
 def test_pairs_of_another_kind_are_refused(tmp_path: Path) -> None:
     texts = write_lines(tmp_path / "texts.jsonl", [{"asked": "a", "answer": "b"}])
-    reading = reading_of({"csv_query_key": "asked"})
-    assert len(open_val_data(texts, "hf:bert", "text", reading)) == 1
+    settings = {"csv_query_key": "asked"}
+    assert len(open_val_data(texts, "hf:bert", "text", settings)) == 1
     table = str(caption_table(tmp_path, 3))
     with pytest.raises(UsageError, match=r"hf:bert takes texts with texts, but .* has images"):
-        open_val_data(table, "hf:bert", "text", reading_of({}))
+        open_val_data(table, "hf:bert", "text", {})
     with pytest.raises(UsageError, match=r"texts\.jsonl has no image column"):
-        open_val_data(texts, "glyph-small", "image", reading)
+        open_val_data(texts, "glyph-small", "image", settings)
 
 
-def test_rows_of_one_first_text_are_joined(tmp_path: Path) -> None:
+def test_rows_of_one_first_text_are_joined_and_second_ones_are_whole(tmp_path: Path) -> None:
     rows = [("a", "1"), ("b", "1"), (" a ", "2"), ("a", "1"), ("", "3"), ("b", ""), ("A", "4")]
     for part in range(2):
         some = [{"query": query, "answer": answer} for query, answer in rows[part::2]]
         write_lines(tmp_path / f"{part}.jsonl", some)
-    data = open_val_data(str(tmp_path / "*.jsonl"), "hf:bert", "text", reading_of({}))
+    data = open_val_data(str(tmp_path / "*.jsonl"), "hf:bert", "text", {})
     good, bad = found(data)
     assert good == [("a", ["1", "2"]), ("A", ["4"]), ("b", ["1"])]
     assert sorted(bad) == ["empty caption", "empty query"]
-
-
-def test_the_second_of_two_texts_is_whole_whatever_its_lines(tmp_path: Path) -> None:
     answer = "first line\n\nsecond line"
     path = write_lines(tmp_path / "texts.jsonl", [{"query": "a", "answer": answer + "\n"}])
-    assert open_val_data(path, "hf:bert", "text", reading_of({}))[0].target == [answer]
+    assert open_val_data(path, "hf:bert", "text", {})[0].target == [answer]

@@ -5,38 +5,32 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from PIL import Image
 
 from megabatch.cli import main
 from megabatch.errors import CommunicationError, OutOfMemory, UsageError
 from megabatch.evaluation.command import process_group
 
-
-def test_names_with_rich_s_markup_appear_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for i in range(2):
-        Image.new("L", (32, 32), i).save(tmp_path / f"{i}.png")
-    data = tmp_path / "a [/b]" / "[red] :cat:.csv"
-    data.parent.mkdir(parents=True)
-    data.write_text(f"image,caption\n{tmp_path}/0.png,zero\n{tmp_path}/1.png,one\n[/i].png,two\n")
-    output = tmp_path / "evaluation [/c]"
-    arguments = ["--model", "glyph-small", "--val-data", str(data), "--output", str(output)]
-    assert main(["eval", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert f"{data}, image → text" in out
-    assert "[/i].png" in out
-    assert f"report: {output}/report.html" in out
+MODEL = "--model glyph-small --output new"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ("missing-folder", "missing-folder is not a folder"),
+        ("", "expected either a run's folder or --model NAME"),
+        (f". {MODEL} --val-data a.csv", "expected either a run's folder or --model NAME"),
+        (". --pretrained a.pt", "--pretrained: only with --model"),
+        ("--model glyph-small --val-data a.csv", "--output: needed with --model"),
+        (MODEL, "--val-data or --class-data: needed with --model"),
+        (f"{MODEL} --val-data a.csv --weights ema", "--weights: chooses between a run's"),
+        (". --templates simple", "--templates: only with --class-data"),
+        (". --csv-img-key a", "--csv-img-key: only with --val-data"),
+        (". --precision int4", "--precision int4: expected 'fp32' or 'bf16' or 'fp16'"),
+        (". --batch-size 0", "--batch-size 0: expected at least 1"),
         (". --device nowhere", "--device nowhere: expected auto, cpu, cuda or cuda:N"),
         ("--model glyph-smal --output new --val-data glyphs", "'glyph-smal' is not known; did"),
-        ("--model glyph-small --output new --val-data none.csv", "--val-data: nothing matches"),
-        ("--model glyph-small --output new --class-data none.tar", "--class-data: nothing matches"),
+        (f"{MODEL} --val-data none.csv", "--val-data: nothing matches"),
+        (f"{MODEL} --class-data none.tar", "--class-data: nothing matches"),
         (
             "--model glyph-small --output config.toml/folder --val-data glyphs",
             "--output config.toml/folder: {folder}/config.toml is not a folder",

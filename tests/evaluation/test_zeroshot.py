@@ -1,20 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from sklearn.metrics import recall_score, top_k_accuracy_score
 
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Labelled
+from megabatch.evaluation.tasks import accuracy
 from megabatch.evaluation.zeroshot import Prompts, class_features, read_prompts
-
-
-def test_each_name_goes_into_each_template() -> None:
-    prompts = Prompts(("cat", "dog"), ("a {}.", "the {}"))
-    assert prompts.texts() == ["a cat.", "the cat", "a dog.", "the dog"]
 
 
 def images(classes: list[str] | None, n_classes: int, templates: Path | None = None) -> Labelled:
@@ -70,15 +65,26 @@ def test_files_that_are_missing_or_wrong_are_named(
 
 def test_class_features_are_normalised_means_over_templates() -> None:
     asked: list[str] = []
-    torch.manual_seed(0)
     raw = torch.randn(6, 5)
-
-    def encode(texts: Iterable[str]) -> Tensor:
-        asked.extend(texts)
-        return raw
-
-    got = class_features(encode, Prompts(("cat", "dog"), ("a {}", "{} {{}}", "two {}s")))
+    prompts = Prompts(("cat", "dog"), ("a {}", "{} {{}}", "two {}s"))
+    got = class_features(lambda texts: asked.extend(texts) or raw, prompts)
     assert asked == ["a cat", "cat {cat}", "two cats", "a dog", "dog {dog}", "two dogs"]
     unit = raw / raw.norm(dim=1, keepdim=True)
     means = torch.stack([unit[:3].mean(0), unit[3:].mean(0)])
     torch.testing.assert_close(got, means / means.norm(dim=1, keepdim=True))
+
+
+def test_accuracies_equal_scikit_learns() -> None:
+    generator = torch.Generator().manual_seed(1)
+    classes = torch.randn(12, 8, generator=generator)
+    labels = torch.randint(0, 10, (300,), generator=generator).pow(2) // 10  # two never occur
+    images = 0.5 * classes[labels] + torch.randn(300, 8, generator=generator)
+    scores = images @ classes.T
+    everything, occurring = list(range(12)), sorted(set(labels.tolist()))
+    expected = {
+        f"top{k}": top_k_accuracy_score(labels, scores, k=k, labels=everything) for k in (1, 5)
+    }
+    expected["mean_per_class_recall"] = recall_score(
+        labels, scores.argmax(1), labels=occurring, average="macro", zero_division=0
+    )
+    assert accuracy(images, classes, labels) == pytest.approx(expected)

@@ -31,9 +31,7 @@ def test_a_sample_stands_for_a_batch_of_any_size():
     tokens = 3 * 49 * 40 + (6 * 122 + 121) * 16
     assert lengths.widths("text", 77, rows=1000, count=10) == (tokens / 1000, 19.6)
     assert lengths.widths("text", 77, rows=10**9, count=1) == (40, 40)
-
-
-def test_a_single_length_is_that_of_all_texts():
+    # A single length is that of all texts.
     assert TextLengths({"text": (24,)}).longer("text", 77, rows=100, count=10) == 1
     assert TextLengths({"text": (24, 24)}).longer("text", 77, rows=10, count=10) == 77 / 24
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from megabatch.config.objective import create_objective
 from megabatch.config.settings import TrainConfig
-from megabatch.planning.machine import speeds_of
+from megabatch.planning.machine import Speeds, speeds_of
 from megabatch.planning.memory import loss_bytes
-from megabatch.planning.seconds import loss_seconds
+from megabatch.planning.seconds import loss_seconds, loss_transfers
 from megabatch.similarity import set_workspace, settings
 from megabatch.similarity.distributed import schedule
 from tests.planning.allocator import peak_bytes
@@ -46,6 +46,7 @@ OURS = [
     for r in json.loads((RESULTS / f"{name}.json").read_text())["records"]
     if r["contender"] == "megabatch" and r["status"] == "ok"
 ]
+assert len(OURS) >= 20
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ OURS = [
     OURS,
     ids=[f"{name}-{r['loss']}-{r['b']}-{r['n_devices']}" for name, r in OURS],
 )
-def test_memory_of_the_loss_on_several_h200s(name, record):
+def test_memory_and_time_of_the_loss_on_several_h200s(name, record):
     rows, ranks = record["b"] // record["n_devices"], record["n_devices"]
     config = replace(TrainConfig(), loss=record["loss"])
     planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
@@ -65,6 +66,11 @@ def test_memory_of_the_loss_on_several_h200s(name, record):
         older = name == "scaling" and (record["b"], ranks) in ((1048576, 2), (4194304, 4))
         allowed = 0.07 if older else 0.015
     assert abs(planned / record["extra_bytes"] - 1) < allowed
+    if record["b"] >= 65_536:  # for fewer, latencies take most of the time
+        config, speeds = replace(config, global_batch_size=record["b"]), Speeds()
+        seconds = loss_seconds(config, 768, speeds, ranks)
+        seconds += loss_transfers(config, 768, speeds, ranks)
+        assert abs(1e3 * seconds / record["ms"] - 1) < 0.06  # found: 3.7%
 
 
 def test_x_against_itself_takes_both_views_and_gathers_them():
@@ -82,29 +88,24 @@ def test_of_many_ranks_less_than_a_tile_of_each_is_gathered():
     assert 0 < planned - 4 * rows * width - 2 * 2 * rows * width < in_rounds + (512 << 20)
 
 
-def test_there_are_such_records():
-    assert len(OURS) >= 20
-
-
 def test_time_of_the_loss_on_an_h200():
     config = replace(TrainConfig(), global_batch_size=65536)
     seconds = loss_seconds(config, 768, speeds_of("NVIDIA H200"), 1)
     assert abs(seconds * 1000 / measured(65536, 768)["ms"] - 1) < 0.05
-    assert loss_seconds(config, 768, speeds_of("NVIDIA H200"), 4) == seconds / 4
     assert loss_seconds(config, 768, speeds_of("NVIDIA T4"), 1) is None
-    assert loss_seconds(replace(config, precision="fp32"), 768, speeds_of("H200"), 1) is None
 
 
 @pytest.mark.parametrize(
-    ("loss", "workspace", "negatives"),
+    ("loss", "workspace", "more"),
     [
-        *(("clip", None, 0), ("clip", 1 << 20, 0), ("siglip", None, 0), ("infonce", None, 0)),
-        *(("ntxent", 2 << 20, 0), ("infonce", None, 2)),
+        *(("clip", None, {}), ("clip", 1 << 20, {}), ("siglip", None, {}), ("infonce", None, {})),
+        *(("ntxent", 2 << 20, {}), ("infonce", None, {"hard_negatives": 2})),
+        ("clip", None, {"matryoshka_dims": (64, 128, 256)}),
     ],
 )
-def test_memory_of_the_loss_on_the_cpu(loss, workspace, negatives):
-    settings = {"loss": loss, "hard_negatives": negatives, "precision": "fp32"}
-    config, (rows, width) = replace(TrainConfig(), **settings), (500, 256)
+def test_memory_of_the_loss_on_the_cpu(loss, workspace, more):
+    config = TrainConfig(loss=loss, precision="fp32", **more)
+    rows, width, negatives = 500, 256, config.hard_negatives
     objective = create_objective(config, group="local")
     before = set_workspace(workspace)
     try:
@@ -127,6 +128,4 @@ def test_a_locked_tower_and_shards_take_less():
     assert loss_bytes(TrainConfig(), *sizes, 1, frozenset({"image"})) < alone
     eighth = loss_bytes(TrainConfig(), 65536 // 8, 512, torch.bfloat16, "cuda", 8)
     assert eighth < 0.65 * alone  # blocks of 8,192 rows by all ranks' columns stay
-    narrow = replace(TrainConfig(), matryoshka_dims=(64, 128))
-    assert loss_bytes(narrow, *sizes, 1) != alone
     assert loss_bytes(replace(TrainConfig(), duplicates="positives"), *sizes, 1) == alone

@@ -95,9 +95,9 @@ def test_the_peak_of_a_real_step_with_trimmed_texts():
     short = make_plan(config, towers, CPU, lengths=texts_of(2))
     assert short.notes == ("texts in order of length are cut to 8 tokens on average",)
     assert short.peak < whole.peak
+    assert whole.notes == ("texts count with all of their tokens: at most what trimmed ones take",)
     padded = make_plan(replace(config, trim_texts=False), towers, CPU, lengths=texts_of(2))
-    assert padded.notes == ()
-    assert padded.peak == whole.peak
+    assert (padded.notes, padded.peak) == ((), whole.peak)
     keeping = replace(config, activation_memory="1TiB")
     waiting = part(make_plan(keeping, towers, CPU, lengths=texts_of(2)), "activations")
     graph = waiting["loss"] // 4
@@ -155,17 +155,17 @@ def test_shards_and_replicas(glyph):
     assert part(plan, "features")["loss"] == 2 * 64 * 256 * 2
 
 
-def test_a_locked_tower_has_no_gradients():
+def test_a_locked_tower_has_no_gradients_and_no_graph():
     towers = create("glyph-small")
-    free = make_plan(CONFIG, towers, gpus(1, 80))
+    free, graph = make_plan(CONFIG, towers, gpus(1, 80)), graph_of(CONFIG, towers, gpus(1, 80))
     lock(towers.module, "image")
     locked = make_plan(CONFIG, towers, gpus(1, 80))
     assert part(locked, "weights") == part(free, "weights")
     assert part(locked, "optimizer state")["loss"] < part(free, "optimizer state")["loss"]
-    assert (
-        part(locked, "feature gradients")["second pass"] * 2
-        == (part(free, "feature gradients")["second pass"])
-    )
+    waiting, both = (part(plan, "feature gradients")["second pass"] for plan in (locked, free))
+    assert 2 * waiting == both
+    # The convolutions' activations are most of a graph.
+    assert graph_of(CONFIG, towers, gpus(1, 80)) < 0.2 * graph
 
 
 def test_checkpointing_is_planned_and_leaves_the_module_as_it_was(glyph):
@@ -201,7 +201,9 @@ def test_where_the_loss_is_too_large_a_smaller_batch_is(glyph):
     smaller = replace(config, global_batch_size=size, micro_batch_size=64)
     assert make_plan(smaller, glyph, gpus(1, 4)).fits
     never = "no batch fits: a smaller model, --grad-checkpointing or --parallel fsdp"
-    assert never in make_plan(CONFIG, glyph, gpus(1, 0.05)).problem
+    for size in (64, "auto"):
+        nothing = replace(CONFIG, micro_batch_size=size)
+        assert never in make_plan(nothing, glyph, gpus(1, 0.05)).problem
 
 
 def test_a_host_that_cannot_hold_the_batch(glyph):
@@ -223,29 +225,6 @@ def test_compiled_blocks_keep_less_but_for_checkpoints(glyph):
         for on in (False, True)
     ]
     assert checkpointed[0] == checkpointed[1]
-
-
-def test_texts_of_several_lengths(glyph):
-    """Micro-batches of equal tokens: three of 23 texts of 64 tokens, and one of 187 of 8 tokens."""
-    lengths = TextLengths({"text": [64] * 64 + [5] * 192})
-    tokens, largest = 3 * 23 * 64 + 187 * 8, 187 * 8 / 64
-    for kept, phase, mean in (("1TiB", "loss", tokens / 256), ("0", "second pass", largest)):
-        config = replace(CONFIG, activation_memory=kept)
-        short, long = (make_plan(config, glyph, CPU, lengths=texts_of(n)) for n in (8, 64))
-        mixed = make_plan(config, glyph, CPU, lengths=lengths)
-        assert mixed.notes == ("texts in order of length are cut to 23 tokens on average",)
-        low, high, found = (part(plan, "activations")[phase] for plan in (short, long, mixed))
-        expected = low + (high - low) * (mean - 8) / (64 - 8)
-        assert found == pytest.approx(expected, rel=0.001)
-
-
-def test_a_plan_with_trimmed_texts_says_that_it_is_a_bound(glyph):
-    trimmed, whole = (make_plan(replace(CONFIG, trim_texts=on), glyph, CPU) for on in (True, False))
-    assert trimmed.notes == (
-        "texts count with all of their tokens: at most what trimmed ones take",
-    )
-    assert whole.notes == ()
-    assert make_plan(CONFIG, replace(glyph, lengths={}), CPU).notes == ()
 
 
 def test_images_that_are_decoded_late_wait_as_files(glyph):
@@ -284,20 +263,16 @@ def test_auto_is_a_size_that_fits(glyph):
     little = make_plan(config, glyph, Machine("cuda", 1, memory))
     assert little.fits
     assert little.config.micro_batch_size == 256
-    nothing = make_plan(config, glyph, Machine("cuda", 1, 1 << 20))
-    assert nothing.problem.endswith("or --parallel fsdp on more GPUs would")
     on_cpu = make_plan(config, glyph, CPU)
     assert on_cpu.config.micro_batch_size == 512
-    assert "auto" not in " ".join(on_cpu.notes)
 
 
 def test_auto_is_the_largest_of_the_fastest_by_known_times(glyph):
     config = replace(CONFIG, global_batch_size=2048, micro_batch_size="auto")
     machine = other_machine(1, 80 << 30, "NVIDIA H200")
     plan = make_plan(config, glyph, machine)
-    sizes = (512, 1024, 2048)
-    given = [make_plan(replace(config, micro_batch_size=n), glyph, machine) for n in sizes]
-    seconds = {n: one.seconds for n, one in zip(sizes, given, strict=True)}
+    given = {n: replace(config, micro_batch_size=n) for n in (512, 1024, 2048)}
+    seconds = {n: make_plan(one, glyph, machine).seconds for n, one in given.items()}
     as_fast = [n for n, taken in seconds.items() if taken <= (1 + GAIN) * min(seconds.values())]
     assert plan.config.micro_batch_size == max(as_fast)
     assert plan.notes[0].startswith("micro-batch size auto: ")

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megabatch.models import create
-from megabatch.models.towers import lock
 from megabatch.planning import towers
 from megabatch.planning.towers import Sample, counted, measure, sample_of
 from tests.planning.allocator import peak_bytes
@@ -67,15 +65,6 @@ def test_attention_on_a_gpu_that_is_not_there_takes_no_square(glyph):
     assert kept[1] < 2.1 * kept[0]
 
 
-def test_a_locked_tower_leaves_no_graph():
-    free = create("glyph-small")
-    sample = sample_of(free)
-    both = measure(free.module, sample, 64, "cpu", "fp32")
-    lock(free.module, "image")
-    text = measure(free.module, sample, 64, "cpu", "fp32")
-    assert text.kept < 0.2 * both.kept  # the convolutions' activations are most of it
-
-
 def test_the_run_draws_the_same_random_numbers_after_a_plan(glyph):
     before = torch.get_rng_state()
     sample = sample_of(glyph)
@@ -106,25 +95,7 @@ def test_live_and_peak_of_operations_and_views():
         assert counter.live == start
 
 
-def test_a_graph_keeps_what_its_backward_pass_needs():
-    with counted() as counter:
-        x = torch.empty(MIB, requires_grad=True)
-        start = counter.start()
-        y = x.exp().exp().sum()
-        assert counter.live - start == 8 * MIB + 512
-        y.backward()
-        del y
-        assert counter.live - start == 4 * MIB  # x.grad
-
-
-def test_sizes_far_beyond_this_machine_and_devices_that_are_not_there():
-    with counted() as counter:
-        x = torch.empty(1 << 42, dtype=torch.uint8, device="cuda")
-        (x + 1).sum()
-    assert counter.peak == 2 << 42 | 512
-
-
-def test_products_and_other_operations_count_apart():
+def test_products_convolutions_and_other_operations_count_apart():
     with counted() as counter:
         x, w = (torch.empty(shape, requires_grad=True) for shape in ((16, 32), (32, 64)))
         y = (x @ w).relu()
@@ -134,14 +105,9 @@ def test_products_and_other_operations_count_apart():
     assert work.nbytes == 3 * item * (16 * 32 + 32 * 64 + 16 * 64)
     assert work.other_kernels == 2  # relu and its gradient; copies and views take nothing
     assert work.other_bytes == item * (2 + 3) * 16 * 64
-
-
-def test_convolutions_count_apart_from_products():
-    layer = torch.nn.Conv2d(3, 16, 4, stride=4, bias=False)
     with counted() as counter:
-        layer(torch.empty(2, 3, 8, 8))
+        torch.nn.Conv2d(3, 16, 4, stride=4, bias=False)(torch.empty(2, 3, 8, 8))
     assert (counter.work.flops, counter.work.convolved) == (0, 2 * 2 * 4 * 16 * 3 * 16)
-    assert counter.work.nbytes >= 4 * (2 * 3 * 64 + 16 * 48 + 2 * 16 * 4)
 
 
 @pytest.mark.parametrize(("length", "keys", "tiles"), [(1, 1, 1), (128, 257, 3), (129, 100, 2)])
@@ -162,15 +128,3 @@ def test_a_product_that_torch_cannot_count_is_an_error(monkeypatch):
     monkeypatch.delitem(towers._FORMULAS, "aten.bmm")
     with counted(), pytest.raises(LookupError, match=r"no formula for the work of aten\.bmm$"):
         torch.empty(2, 3, 4) @ torch.empty(2, 4, 5)
-
-
-@pytest.mark.parametrize("name", ["baddbmm", "_scaled_mm", "mkldnn_linear", "_conv_depthwise2d"])
-def test_names_of_operations_with_products(name):
-    assert towers._PRODUCTS.search(f"aten.{name}")
-
-
-@pytest.mark.parametrize(
-    "name", ["upsample_bilinear2d", "_convert_weight_to_int4pack", "mul", "mv"]
-)
-def test_names_of_other_operations(name):
-    assert not towers._PRODUCTS.search(f"aten.{name}")

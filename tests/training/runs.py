@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,8 @@ def weights(run: Path) -> bytes:
     return (run / "model.safetensors").read_bytes()
 
 
-def logged(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def logged(run: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / name).read_text().splitlines()]
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -48,9 +49,10 @@ def signal_after(patch: pytest.MonkeyPatch, step: int, number: signal.Signals) -
 
 
 def start(config: TrainConfig) -> Program:
-    options = ["train", "--config", str(config.output.with_suffix(".toml"))]
-    save_config(config, config.output.with_suffix(".toml"))
-    return Program(["-c", PROGRAM, *options])
+    path = config.output.with_suffix(".toml")
+    save_config(config, path)
+    options = ["--config", str(path), *["--resume"] * config.resume]
+    return Program(["-c", PROGRAM, "train", *options])
 
 
 def wait_for_steps(process: Program, run: Path, steps: int) -> None:

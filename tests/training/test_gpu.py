@@ -6,20 +6,22 @@ towers), test_parallel (activations computed again), test_recipes (precisions), 
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabatch import GradientCache, InfoNCELoss
 from megabatch.similarity import set_workspace
+from megabatch.training import TrainConfig, load_config
 from megabatch.training.trainer import Trainer
+from tests.training.runs import losses, signal_after
 from tests.training.synthetic import CONFIG, LOSSES, batch_of, losses_of, trainer_of, write_shard
 
 pytestmark = pytest.mark.gpu
@@ -43,16 +45,32 @@ def reference() -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 3e-2), ("fp16", 3e-2)]
+    ("changes", "tolerance"),
+    [
+        ({}, 1e-4),
+        ({"precision": "bf16"}, 3e-2),
+        ({"precision": "fp16"}, 3e-2),
+        ({"torchcompile": True}, 1e-4),
+        ({"torchcompile": True, "precision": "bf16"}, 3e-2),
+        ({"grad_checkpointing": True}, 1e-4),
+        ({"grad_checkpointing": True, "torchcompile": True}, 1e-4),
+        ({"micro_batch_size": 64}, 1e-4),
+        ({"micro_batch_size": 24}, 1e-4),
+        ({"micro_batch_size": 64, "on_host": True}, 1e-4),
+        ({"micro_batch_size": 24, "on_host": True}, 1e-4),
+    ],
 )
-def test_each_precision_learns_as_float32_does(
-    precision: str, tolerance: float, reference: list[float]
+def test_steps_are_those_of_float32_on_the_cpu(
+    changes: dict[str, Any], tolerance: float, reference: list[float]
 ) -> None:
-    trainer = trainer_of("cuda", precision=precision)
+    torch._dynamo.reset()
+    settings = {name: value for name, value in changes.items() if name != "on_host"}
+    trainer = trainer_of("cuda", **settings)
+    trainer._step.cache.gradients_on_host = changes.get("on_host")
     losses = losses_of(trainer)
     assert losses == pytest.approx(reference, rel=tolerance)
     assert losses[-1] < losses[0] - 0.1
-    assert trainer.scaler.is_enabled() == (precision == "fp16")
+    assert trainer.scaler.is_enabled() == (changes.get("precision") == "fp16")
     assert all(parameter.dtype == torch.float32 for parameter in trainer.module.parameters())
 
 
@@ -60,7 +78,7 @@ def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered() -> None:
     trainer = trainer_of("cuda", precision="fp16")
     losses_of(trainer, range(1))
     trainer.scaler.load_state_dict(trainer.scaler.state_dict() | {"scale": 2.0**40})
-    before = _copies(trainer)
+    before = {name: value.clone() for name, value in trainer.weights().items()}
     record = trainer.train_step(batch_of(1))
     assert "loss" in record
     assert "grad_norm" not in record
@@ -69,65 +87,38 @@ def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_compiled_towers_compute_the_same(precision: str, reference: list[float]) -> None:
-    torch._dynamo.reset()
-    losses = losses_of(trainer_of("cuda", precision=precision, torchcompile=True))
-    assert losses == pytest.approx(reference, rel=1e-4 if precision == "fp32" else 3e-2)
+@pytest.fixture
+def _small_workspace() -> Iterator[None]:
+    before = set_workspace(16 << 20)
+    yield
+    set_workspace(before)
 
 
-@pytest.mark.parametrize("compile_too", [False, True])
-def test_activations_computed_again_change_nothing(
-    compile_too: bool, reference: list[float]
-) -> None:
-    torch._dynamo.reset()
-    trainer = trainer_of("cuda", grad_checkpointing=True, torchcompile=compile_too)
-    assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
-
-
+@pytest.mark.usefixtures("_small_workspace")
 def test_checkpointed_activations_take_less_memory() -> None:
     # Beside the 6.3 and 1.7 GiB that are counted above: 84 MiB of gradients, and the loss.
-    before = set_workspace(16 << 20)
-    try:
-        kept, again = (
-            _peak(
-                trainer_of("cuda", model=ICONS, grad_checkpointing=on, micro_batch_size=1024),
-                1024,
-                side=64,
-            )
-            for on in (False, True)
-        )
-    finally:
-        set_workspace(before)
+    changes = {"model": ICONS, "micro_batch_size": 1024}
+    kept, again = (
+        _peak(trainer_of("cuda", grad_checkpointing=on, **changes), 1024, side=64)
+        for on in (False, True)
+    )
     assert again < 0.4 * kept
 
 
+@pytest.mark.usefixtures("_small_workspace")
 @pytest.mark.parametrize("on_host", [False, True])
-@pytest.mark.parametrize("micro_batch_size", [64, 24])
-def test_micro_batches_and_gradients_on_the_host_change_nothing(
-    on_host: bool, micro_batch_size: int, reference: list[float]
-) -> None:
-    trainer = trainer_of("cuda", micro_batch_size=micro_batch_size)
-    trainer._step._cache.gradients_on_host = on_host
-    assert losses_of(trainer) == pytest.approx(reference, rel=1e-4)
-
-
-def test_memory_grows_with_features_only() -> None:
+def test_memory_grows_with_features_only(on_host: bool) -> None:
     # 2 x 256 bf16 numbers a pair are 1 kB; the largest phase has features, gradients and their
     # float32 accumulator, 4 kB. Activations of a pair are more than 200 kB.
-    before = set_workspace(16 << 20)
-    try:
-        for on_host in (False, True):
-            peaks = []
-            for size in (8_192, 32_768):
-                trainer = trainer_of("cuda", precision="bf16", micro_batch_size=256)
-                trainer._step._cache.gradients_on_host = on_host
-                peaks.append(_peak(trainer, size))
-            assert (peaks[1] - peaks[0]) / (32_768 - 8_192) < 6 * 1024, (on_host, peaks)
-    finally:
-        set_workspace(before)
+    peaks = []
+    for size in (8_192, 32_768):
+        trainer = trainer_of("cuda", precision="bf16", micro_batch_size=256)
+        trainer._step.cache.gradients_on_host = on_host
+        peaks.append(_peak(trainer, size))
+    assert (peaks[1] - peaks[0]) / (32_768 - 8_192) < 6 * 1024, peaks
 
 
+@pytest.mark.usefixtures("_small_workspace")
 def test_inputs_stay_on_the_host_but_for_two_micro_batches() -> None:
     tower = nn.Linear(1 << 16, 32).to("cuda")
 
@@ -136,13 +127,11 @@ def test_inputs_stay_on_the_host_but_for_two_micro_batches() -> None:
 
     inputs = [torch.randn(2_048, 1 << 16) for _ in range(2)]  # 512 MiB each
     step = GradientCache((encode, encode), InfoNCELoss(0.1), 64, device="cuda")
-    before = set_workspace(16 << 20)
     step(*inputs).backward()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     standing = torch.cuda.memory_allocated()
     step(*inputs).backward()
-    set_workspace(before)
     # Two micro-batches are 32 MiB; a linear layer's graph keeps its input, and cuBLAS its own.
     assert torch.cuda.max_memory_allocated() - standing < 128 << 20
 
@@ -162,72 +151,45 @@ def test_the_size_of_micro_batches_is_found_and_kept(reference: list[float]) -> 
     assert "the activations of 4 of 4 are kept" in told[1]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_checkpoint_continues_the_run(precision: str) -> None:
-    changes = {"precision": precision, "ema_decay": 0.9, "grad_clip_norm": 1.0}
-    straight = trainer_of("cuda", **changes)
-    expected = losses_of(straight)
-    first = trainer_of("cuda", **changes)
-    begun = losses_of(first, range(3))
-    second = trainer_of("cuda", **changes)
-    second.restore(first.checkpoint())
-    losses = begun + losses_of(second, range(3, LOSSES))
-    exact = 1e-3  # sums of many addends are in no fixed order (the embedding's gradient)
-    assert losses == pytest.approx(expected, rel=exact, abs=0.0)
-    for name, value in straight.weights().items():
-        torch.testing.assert_close(second.weights()[name], value, atol=exact, rtol=exact)
-
-
-def test_a_whole_run_stopped_by_sigterm_continues(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def whole_run(folder: Path, name: str, **changes: Any) -> TrainConfig:
     pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
+    data = folder / "pairs.tar"
+    if not data.exists():
+        write_shard(data, 160)
+    return replace(CONFIG, device="cuda", train_data=str(data), output=folder / name, **changes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_run_stopped_by_sigterm_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    changes = {"precision": precision, "ema_decay": 0.9, "grad_clip_norm": 1.0, "steps": LOSSES}
+    straight = whole_run(tmp_path, "straight", **changes)
     from megabatch.training import train
 
-    data = str(write_shard(tmp_path / "pairs.tar", 160))
-    straight = replace(CONFIG, device="cuda", train_data=data, output=tmp_path / "straight")
     assert train(straight) == 0
-    stopped = replace(straight, output=tmp_path / "stopped", checkpoint_every=0)
-    step = Trainer.train_step
+    stopped = whole_run(tmp_path, "stopped", checkpoint_every=0, **changes)
     with monkeypatch.context() as patch:
-
-        def train_step(self: Trainer, batch: object) -> dict[str, float]:
-            if self.step == 3:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return step(self, batch)  # type: ignore[arg-type]
-
-        patch.setattr(Trainer, "train_step", train_step)
+        signal_after(patch, 3, signal.SIGTERM)
         assert train(stopped) == 75
     assert train(replace(stopped, resume=True)) == 0
-    from safetensors.torch import load_file
-
-    one, two = (load_file(run.output / "model.safetensors") for run in (straight, stopped))
-    for name, value in one.items():
-        torch.testing.assert_close(two[name], value, atol=1e-3, rtol=1e-3, msg=name)
+    # Sums of many addends are in no fixed order (the embedding's gradient).
+    for file in ("model.safetensors", "model-ema.safetensors"):
+        one, two = (load_file(run.output / file) for run in (straight, stopped))
+        for name, value in one.items():
+            torch.testing.assert_close(two[name], value, atol=1e-3, rtol=1e-3, msg=name)
 
 
 def test_a_run_is_compiled_by_default(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
-    from megabatch.training import load_config, train
+    eager, compiled = whole_run(tmp_path, "eager"), whole_run(tmp_path, "all", torchcompile=None)
+    from megabatch.training import train
 
-    data = str(write_shard(tmp_path / "pairs.tar", 160))
-    eager = replace(CONFIG, device="cuda", train_data=data, output=tmp_path / "eager")
-    compiled = replace(eager, output=tmp_path / "compiled", torchcompile=None)
     assert train(eager) == 0
     capsys.readouterr()
     assert train(compiled) == 0
-    told = capsys.readouterr().out
-    assert "the towers are compiled in the first steps" in told
+    assert "the towers are compiled in the first steps" in capsys.readouterr().out
     assert load_config(compiled.output / "config.toml").torchcompile is True
-    losses = [
-        [json.loads(line)["loss"] for line in (run.output / "metrics.jsonl").open()]
-        for run in (eager, compiled)
-    ]
-    assert losses[1] == pytest.approx(losses[0], rel=2e-3)
-
-
-def _copies(trainer: Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in trainer.weights().items()}
+    assert losses(compiled.output) == pytest.approx(losses(eager.output), rel=2e-3)
 
 
 def _peak(trainer: Trainer, size: int, side: int = 32) -> int:

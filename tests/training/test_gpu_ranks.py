@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megabatch.training import TrainConfig, save_config, train
 from tests.similarity.distributed.processes import new_store
+from tests.training.runs import losses
 from tests.training.synthetic import CONFIG, write_shard
 
 pytest.importorskip("webdataset", reason="whole runs read shards by webdataset")
@@ -32,10 +34,8 @@ ON_RANKS = {
     "fsdp-fp16": {"parallel": "fsdp", "precision": "fp16"},
     "ddp-compiled": {"torchcompile": True},
     "fsdp-compiled": {
-        "parallel": "fsdp",
-        "torchcompile": True,
-        "grad_checkpointing": True,
-        "precision": "bf16",
+        **{"parallel": "fsdp", "torchcompile": True},
+        **{"grad_checkpointing": True, "precision": "bf16"},
     },
 }
 
@@ -50,8 +50,7 @@ class Outcome:
     size: int
 
     def losses(self, name: str) -> list[float]:
-        lines = (self.folder / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["loss"] for line in lines]
+        return losses(self.folder / name)
 
 
 @pytest.fixture(scope="module")
@@ -92,18 +91,11 @@ def _torchrun(
     for number, (config, stop) in enumerate(jobs):
         path = folder / f"{number}.toml"
         save_config(config, path)
-        listed.append(
-            {
-                "config": str(path),
-                "resume": config.resume,
-                "stop": stop,
-                "port": stores[number].port,
-            }
-        )
+        job = {"config": str(path), "resume": config.resume, "stop": stop}
+        listed.append({**job, "port": stores[number].port})
     (folder / "jobs.json").write_text(json.dumps(listed))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker"]
-    command += [str(folder)]
+    command += ["--nproc-per-node", str(size), "-m", "tests.training.ranks_worker", str(folder)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240
@@ -129,8 +121,6 @@ def test_several_devices_train_as_one(name: str, outcome: Outcome) -> None:
 def test_a_run_goes_on_with_another_layout_and_number_of_devices(
     name: str, outcome: Outcome
 ) -> None:
-    from safetensors.torch import load_file
-
     assert outcome.codes[name] == [75] * outcome.size
     if name == "ddp-stopped":  # under FSDP2
         assert outcome.codes["ddp-stopped-resumed"] == [0] * outcome.size, outcome.told

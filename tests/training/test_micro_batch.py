@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,12 +62,12 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("overhead", "pairs", "share", "found", "last"),
     [
-        (0, 1 << 15, 1 << 20, 2048, 2048),  # nothing is gained by still larger ones
+        (0, 1 << 15, 1 << 20, 256, 256),  # nothing is gained by still larger ones
         (400, 1 << 15, 1 << 20, 32768, 32768),
         (400, 4096, 1 << 20, 4096, 4096),  # the next is not even tried
-        (400, 512, 1 << 20, 512, 512),
+        (400, 64, 1 << 20, 64, 64),
         (0, 1 << 25, 12_000, 12_000, 12_000),  # the whole share, as it is encoded once
-        (0, 11_999, 12_000, 2048, 2048),
+        (0, 11_999, 12_000, 256, 256),
         (0, 1 << 25, 40, 40, 40),
     ],
 )
@@ -108,29 +109,21 @@ def test_how_many_activations_are_kept() -> None:
 
 @pytest.fixture
 def paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's answers, with as much memory as anyone wants; sizes are searched from 2 on."""
-    monkeypatch.setattr(micro_batch, "FIRST", 2)
-    on_paper()
+    on_paper(monkeypatch, first=2)
 
 
-def on_paper() -> None:
-    """In a process of its own."""
-    zero = dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0)
-    answers = {**zero, "mem_get_info": (1 << 40, 1 << 40), "get_device_name": "a GPU"}
-    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", *answers):
-        setattr(torch.cuda, name, partial(_answer, answers.get(name)))
+def on_paper(patch: pytest.MonkeyPatch, first: int) -> None:
+    """A GPU with as much memory as anyone wants, on which all sizes take equally long.
 
-
-def _answer(answer: object, *_: object) -> object:
-    return answer
-
-
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "mem_get_info"):
-        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
-    for name in ("get_device_name", "synchronize", "empty_cache", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, getattr(torch.cuda, name))
+    Sizes are searched from `first` on.
+    """
+    patch.setattr(micro_batch, "FIRST", first)
+    patch.setattr(micro_batch, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    answers: dict[str, Any] = {"mem_get_info": (1 << 40, 1 << 40), "get_device_name": "a GPU"}
+    answers |= dict.fromkeys(("memory_allocated", "max_memory_allocated", "memory_reserved"), 0)
+    answers |= dict.fromkeys(("synchronize", "empty_cache", "reset_peak_memory_stats"))
+    for name, answer in answers.items():
+        patch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
 
 
 def measured(config: TrainConfig, world: World | None = None, **more: Any) -> Trainer:
@@ -146,31 +139,23 @@ def search_on(division: Division) -> None:
     division.rows, division._bound = micro_batch.FIRST, None
 
 
-class Noisy(nn.Module):
-    """Leaves traces: draws random numbers and counts its calls in a buffer."""
-
-    calls: torch.Tensor
-
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.tower = tower
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += len(x)
-        return nn.functional.dropout(self.tower(x), 0.1, self.training)
-
-
 def noisy() -> nn.Module:
+    """A module that leaves traces: it draws random numbers and counts its calls in a buffer."""
+
+    def noise(tower: nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        tower.calls += len(inputs[0])
+        return nn.functional.dropout(output, 0.1, tower.training)
+
     module = toy()
-    module.visual = Noisy(module.visual)  # type: ignore[assignment]
+    module.visual.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+    module.visual.register_forward_hook(noise)
     return module
 
 
 @pytest.mark.usefixtures("paper")
 @pytest.mark.parametrize(
     ("changes", "locked"),
-    [({}, False), ({}, True), ({"precision": "bf16"}, False), ({"grad_checkpointing": True}, True)],
+    [({"precision": "bf16"}, False), ({"grad_checkpointing": True}, True)],
 )
 def test_a_search_leaves_no_trace_and_is_done_once(changes: dict[str, Any], locked: bool) -> None:
     config = config_of(global_batch_size=8, **changes)
@@ -202,37 +187,11 @@ def test_a_search_leaves_no_trace_and_is_done_once(changes: dict[str, Any], lock
     assert after(replace(config, micro_batch_size=3), trainer_of).rows == 3
 
 
-class Full(nn.Module):
-    """Runs out of memory with more than `most` rows."""
-
-    def __init__(self, tower: nn.Module, most: int) -> None:
-        super().__init__()
-        self.tower, self.most = tower, most
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        features: torch.Tensor = self.tower(x)
-        if len(x) > self.most:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return features
-
-
-class Texts(nn.Module):
-    """A tower of tokens, which notes the shapes that it gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, WIDTH).double()
-        self.shapes: list[tuple[int, ...]] = []
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        self.shapes.append(tuple(tokens.shape))
-        return self.embed(tokens).mean(1)
-
-
 @pytest.mark.usefixtures("paper")
 def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
-    module = toy()
-    module.text = texts = Texts()  # type: ignore[assignment]
+    module, shapes = toy(), []
+    module.text = nn.EmbeddingBag(50, WIDTH).double()  # type: ignore[assignment]
+    module.text.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
     rows = torch.tensor([24, 12, 3, 16, 9, 1, 2, 12])  # lengths
     tokens = (torch.arange(30) < rows[:, None]).long()
     lengths: dict[Tower, Lengths] = {"text": lambda t: t.sum(1)}
@@ -241,36 +200,20 @@ def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
     for _ in range(2):
         trainer.train_step(batch)
     # The third of four micro-batches with two pairs on average, and the second of two with four.
-    assert {*texts.shapes[-12:]} == {(2, 16), (5, 16), (8, 24)}
-    assert trainer_of(config_of(), lengths=lengths)._step.longer_texts(
-        Batch(tokens[:2, :24], tokens[:2, :24], torch.arange(2))
-    ) == pytest.approx(1.0)
-
-
-@pytest.mark.usefixtures("paper")
-def test_the_first_steps_take_at_most_half_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch, "SAFE", 1)
-    monkeypatch.setattr(micro_batch, "_usable", lambda device: 1000.0)
-    for peak, rows in ((200, 2), (300, 1), (10_000, 1)):  # of a pair; with its inputs, 96 bytes
-        trainer = measured(config_of(global_batch_size=8))
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device, n=peak: n - 96)
-        trainer.train_step(batch_of(0))
-        assert trainer.division.rows == rows
+    assert {*shapes[-12:]} == {(2, 16), (5, 16), (8, 24)}
 
 
 @on_processes(2)
 def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
-    on_paper()
     world = World(CPU, ranks.rank, ranks.size)
-    sizes, micro_batch.FIRST = [5, 3], 1
+    steps = [share_of(batch_of(seed), [5, 3], ranks.rank) for seed in range(3)]
     for parallel in ("ddp", "fsdp"):
         config = config_of(global_batch_size=8, parallel=parallel)
-        trainer = measured(config, world)
-        steps = [share_of(batch_of(seed), sizes, ranks.rank) for seed in range(3)]
-        found = [trainer.train_step(batch) for batch in steps]
-        rows = trainer.division.rows
-        assert not trainer.division.measures
-        assert world.gather(rows) == [rows, rows]
+        with pytest.MonkeyPatch.context() as patch:
+            on_paper(patch, first=1)
+            trainer = measured(config, world)
+            found = [trainer.train_step(batch) for batch in steps]
+        assert (trainer.division.rows, trainer.division.measures) == (4, False)
         fixed = trainer_of(replace(config, micro_batch_size=1), world)
         for values, batch in zip(found, steps, strict=True):
             assert values == pytest.approx(fixed.train_step(batch), rel=1e-9)
@@ -288,7 +231,7 @@ def test_auto_is_a_fixed_size_on_the_cpu_and_with_batch_normalisation(
     given = division(replace(config, micro_batch_size=7), toy(), "cuda")
     normalised = division(config, nn.Sequential(nn.BatchNorm1d(3)), "cuda")
     found = [(each.rows, each.measures) for each in (cpu, gpu, given, normalised)]
-    assert found == [(512, False), (FIRST, True), (7, False), (512, False)]
+    assert found == [(512, False), (64, True), (7, False), (512, False)]
     keeping = replace(config, micro_batch_size=7, activation_memory="auto")
     assert division(keeping, toy(), "cuda").measures
     assert not division(replace(keeping, global_batch_size=7), toy(), "cuda").measures
@@ -344,13 +287,19 @@ def test_kept_activations_change_nothing_and_spare_forward_passes(kept: int) -> 
 
 @pytest.mark.usefixtures("paper")
 def test_out_of_memory_says_what_needs_less() -> None:
-    def stopped(trainer: Trainer, message: str) -> None:
-        trainer.module.visual = Full(trainer.module.visual, most=1)
+    def stopped(trainer: Trainer, message: str, steps: int = 0, kept: int = 0) -> None:
+        def full(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+            if len(inputs[0]) > (2 if steps else 1):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        trainer.module.visual.register_forward_pre_hook(full)
+        trainer.division.kept = kept
+        for _ in range(steps):
+            trainer.train_step(batch_of(0))
         with pytest.raises(OutOfMemory, match=message):
             trainer.train_step(batch_of(0))
 
-    stopped(trainer_of(config_of()), "rank 0: out of memory with 2 pairs at a time.*fsdp need")
-    trainer = trainer_of(config_of())
-    trainer.division.kept = 3
-    stopped(trainer, "of 3 micro-batches kept; continue with --resume and a smaller --a")
-    stopped(measured(config_of()), "out of memory in a trial with 2 pairs at a time; set --micro-b")
+    config = config_of(global_batch_size=8)
+    stopped(trainer_of(config), "rank 0: out of memory with 2 pairs at a time .*fsdp needs")
+    stopped(trainer_of(config), "and 3 micro-batches kept .--resume with a smaller --activ", kept=3)
+    stopped(measured(config), "in a trial with 4 pairs at a time; set --micro-batch-", steps=1)

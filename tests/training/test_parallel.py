@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from megabatch.config.objective import create_objective
@@ -18,27 +17,22 @@ from megabatch.data import Batch
 from megabatch.errors import UsageError
 from megabatch.models.blocks import compile_blocks
 from megabatch.models.towers import locked_towers
-from megabatch.ranks import Gone
 from megabatch.training import TrainConfig
+from megabatch.training.checkpoint import TrainingStopped
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep
 from megabatch.training.optimizer import create_optimizer, load_state_tensors, state_tensors
-from megabatch.training.parallel import Layout, lay_out
+from megabatch.training.parallel import full, lay_out
 from megabatch.training.setup import build_towers
-from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 from tests.models.tiny import TINY
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
+from tests.training.test_encoders import batch as images_and_captions
+from tests.training.test_encoders import count_calls, gradients_of
 from tests.training.test_optimizer import NAMES, give_gradients, small
-from tests.training.toy import (
-    CPU,
-    batch_of,
-    config_of,
-    share_of,
-    toy,
-    trainer_of,
-)
+from tests.training.toy import CPU, batch_of, config_of, share_of, toy, trainer_of
 
 LAYOUTS = ("ddp", "fsdp")
 
@@ -106,12 +100,6 @@ def test_adamw(processes: Processes) -> None:
 
 
 @on_processes(2)
-def test_other_optimizers(processes: Processes) -> None:
-    for layout, opt in (("ddp", "sgd"), ("fsdp", "lamb")):
-        compare(processes, {"parallel": layout, "opt": opt})
-
-
-@on_processes(2)
 def test_activations_computed_again_and_compiled_blocks(processes: Processes) -> None:
     """The same as without both on one process; compiling anew for each trainer takes seconds."""
     alone, world = trainer_of(config_of()), world_of(processes)
@@ -129,19 +117,6 @@ def test_activations_computed_again_and_compiled_blocks(processes: Processes) ->
                 saved = alone.checkpoint()
                 assert_alike(made.model, saved.model, 1e-9)
                 assert_alike(made.optimizer, saved.optimizer, 1e-9)
-
-
-@on_processes(2)
-def test_what_is_sharded_and_what_is_freed(processes: Processes) -> None:
-    trainer = trainer_of(config_of(parallel="fsdp"), world_of(processes))
-    run(trainer, range(2), world_of(processes))
-    for name, parameter in trainer.module.named_parameters():
-        assert isinstance(parameter, DTensor), name
-        assert parameter.to_local().shape[0] == math.ceil(parameter.shape[0] / 2) or (
-            processes.rank == 1 and parameter.shape[0] == 1
-        )
-    states = [s["exp_avg"] for s in trainer.optimizer.state.values()]
-    assert all(isinstance(state, DTensor) for state in states)
 
 
 @on_processes(2)
@@ -210,18 +185,6 @@ def test_a_parameter_that_ddp_would_wait_for_is_named(processes: Processes) -> N
         run(trainer, range(1), world_of(processes))
 
 
-def test_a_rank_that_dies_while_a_checkpoint_is_gathered_is_told_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def lose(tensor: Tensor) -> Tensor:
-        raise RuntimeError("[gloo/transport/tcp/pair.cc:545] Read error: Connection reset by peer")
-
-    monkeypatch.setattr("megabatch.training.parallel.full", lose)
-    module = nn.Linear(1, 1)
-    with pytest.raises(Gone, match="rank 0 of 2, gathering weight: another process is gone"):
-        Layout(module, module, World(CPU, 0, 2)).gather(module.state_dict())
-
-
 @on_processes(2)
 def test_shards_are_stepped_and_averaged_as_whole_parameters(processes: Processes) -> None:
     # Norms over whole tensors (LAMB, LARS) and means over rows and columns (Adafactor) must not be
@@ -251,7 +214,7 @@ def test_shards_are_stepped_and_averaged_as_whole_parameters(processes: Processe
         ]
         assert states[0].keys() == states[1].keys()
         for key, value in states[0].items():
-            other = _full(states[1][key])
+            other = full(states[1][key])
             torch.testing.assert_close(other, value, msg=lambda m, at=(name, key): f"{at}: {m}")
 
 
@@ -263,57 +226,33 @@ def test_locked_towers_and_all_losses_are_as_on_one_process(processes: Processes
         {"loss": "infonce", "init_logit_bias": -1.0, "duplicates": "ignored"},
         {"loss": "infonce", "hard_negatives": 2, "duplicates": "ignored"},
     ]
-    images = torch.randn(8, 3, 32, 32)
-    with_negatives = torch.randint(1, 49_000, (8, 16, 3))
     ids = torch.tensor([3, 1, 4, 1, 5, 9, 2, 5])
+    share = slice(4 * processes.rank, 4 * processes.rank + 4)
     for recipe in recipes:
         config = TrainConfig(model=TINY, force_patch_dropout=0.0, **recipe)
-        texts = with_negatives if config.hard_negatives else with_negatives[..., 0]
-        alone = _model(config)
+        data = images_and_captions(8, config.hard_negatives)
+        torch.manual_seed(0)
+        alone = build_towers(config).module
+        start, locked = copy.deepcopy(alone), locked_towers(alone)
         objective = create_objective(config, group="local")
         labels = ids if "ids" in objective.takes else None
         step = CachedStep(alone, objective, 2, device=CPU, group="local")
-        expected = step(Batch(images, texts, torch.arange(8)), labels)
+        expected = step(data, labels)
         expected.backward()
-        for wrap in ("ddp", "fsdp"):
-            module = _model(config)
-            calls = _count(module)
-            locked = locked_towers(module)
+        for wrap in LAYOUTS:
+            module = copy.deepcopy(start)
+            calls = count_calls(module)
             layout = lay_out(module, wrap, world_of(processes))
-            mine = slice(4 * processes.rank, 4 * processes.rank + 4)
             step = CachedStep(layout.model, create_objective(config), 2, device=CPU, locked=locked)
-            share = Batch(images[mine], texts[mine], torch.arange(4))
-            loss = step(share, None if labels is None else labels[mine])
+            mine = Batch(data.images[share], data.texts[share], torch.arange(4))
+            loss = step(mine, None if labels is None else labels[share])
             loss.backward()
             layout.end_step()
-            whole = torch.tensor(float(loss))
-            torch.distributed.all_reduce(whole)
-            torch.testing.assert_close(whole / processes.size, expected.detach())
-            assert calls == {tower: 2 if tower in locked else 4 for tower in ("image", "text")}, (
-                recipe
-            )
-            for (name, one), two in zip(alone.named_parameters(), module.parameters(), strict=True):
-                assert (one.grad is None) == (two.grad is None), (recipe, wrap, name)
-                if one.grad is not None:
-                    gradient = _full(two.grad).reshape(one.grad.shape)  # FSDP2 has no scalars
-                    torch.testing.assert_close(
-                        gradient, one.grad, atol=1e-6, rtol=1e-4, msg=f"{recipe} {name}"
-                    )
-
-
-def _model(config: TrainConfig) -> nn.Module:
-    torch.manual_seed(0)
-    return build_towers(config).module
-
-
-def _count(module: nn.Module) -> Counter[str]:
-    calls: Counter[str] = Counter()
-    whose: Any = module
-    whose.visual.register_forward_pre_hook(lambda *_: calls.update(["image"]))
-    whose.transformer.register_forward_pre_hook(lambda *_: calls.update(["text"]))
-    return calls
-
-
-def _full(tensor: Any) -> torch.Tensor:
-    full: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full
+            whole = world_of(processes).mean(float(loss))
+            assert whole == pytest.approx(float(expected))
+            assert calls == {tower: 2 if tower in locked else 4 for tower in ("image", "text")}
+            gradients = {  # FSDP2 has no scalars
+                name: full(gradient).reshape(gradients_of(alone)[name].shape)
+                for name, gradient in gradients_of(module).items()
+            }
+            assert_alike(gradients, gradients_of(alone), 1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 from dataclasses import replace
@@ -117,30 +116,22 @@ def test_what_was_skipped_is_told_names_are_printed_as_they_are_and_commands_can
     assert (run / "report.html").exists()
 
 
+@pytest.mark.parametrize("val_data", ["nowhere", "x.csv"])
 def test_an_evaluation_without_data_is_refused_before_anything_is_trained(
-    make_config: MakeConfig, tmp_path: Path
+    make_config: MakeConfig, tmp_path: Path, val_data: str
 ) -> None:
-    config = make_config(tmp_path / "run")
-    with pytest.raises(UsageError, match="--val-data: nothing matches nowhere"):
-        train(replace(config, val_data="nowhere"))
-    with pytest.raises(UsageError, match=r"--val-data: .*x\.csv"):
-        train(replace(config, val_data="x.csv"))
-    assert not config.output.exists()
+    with pytest.raises(UsageError, match=rf"--val-data: .*{val_data}"):
+        train(make_config(tmp_path / "run", val_data=val_data))
+    assert not (tmp_path / "run").exists()
 
 
-def test_two_epochs_of_glyph_small_in_files_of_the_mode_that_the_umask_leaves(
+def test_two_epochs_of_glyph_small(
     make_config: MakeConfig, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"steps": None, "epochs": 2, "log_every": 10, "micro_batch_size": 512}
-    before = os.umask(0o027)
-    try:
-        config = make_config(tmp_path / "run", model="glyph-small", ema_decay=0.5, **changes)
-        assert train(config) == 0
-    finally:
-        os.umask(before)
+    config = make_config(tmp_path / "run", model="glyph-small", ema_decay=0.5, **changes)
+    assert train(config) == 0
     assert "10 steps of 8 pairs, 8 at a time" in capsys.readouterr().out
     (record,) = logged(config.output)
     assert (record["step"], record["epoch"]) == (10, 2.0)
-    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert len([path for path in files if path.suffix == ".safetensors"]) == 6
-    assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o640)}
+    assert len(list((tmp_path / "run").rglob("*.safetensors"))) == 6

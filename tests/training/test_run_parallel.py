@@ -23,10 +23,12 @@ from megabatch.cli import main
 from megabatch.data import Batch, PairLoader
 from megabatch.evaluation import evaluate_run
 from megabatch.training import TrainConfig, save_config, train
+from megabatch.training.evaluating import figures
 from megabatch.training.trainer import Trainer
 from tests.models.tiny import TINY_UNMASKED
 from tests.similarity.distributed.processes import new_store, start, torchrun_environment
 from tests.training.conftest import MakeConfig
+from tests.training.runs import checkpoints, logged, losses
 
 SIZE = 2
 #: Seconds that a process waits for one that hangs; longer than any step takes on a busy machine.
@@ -39,12 +41,11 @@ def worker(rank: int, size: int, port: int, jobs: list[tuple[str, Path, list[str
     for disturbance, folder, options, own_port in jobs:
         os.environ.update(torchrun_environment(rank, size, own_port))
         out, err = io.StringIO(), io.StringIO()
-        begun = time.monotonic()
         redirected = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
-        with disturbed(disturbance, rank, folder), redirected[0], redirected[1]:
+        with pytest.MonkeyPatch.context() as patch, redirected[0], redirected[1]:
+            disturb(patch, disturbance if rank == 1 else "", folder)
             code = main(["train", *options])
         told = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
-        told["seconds"] = time.monotonic() - begun
         (folder / f"{rank}.json").write_text(json.dumps(told))
         if code == 1:  # the group may be broken: the program ends as it is
             os._exit(1)
@@ -52,34 +53,27 @@ def worker(rank: int, size: int, port: int, jobs: list[tuple[str, Path, list[str
             dist.destroy_process_group()
 
 
-@contextlib.contextmanager
-def disturbed(how: str, rank: int, folder: Path) -> Iterator[None]:
-    """Let something happen to rank 1 in the step with the number 7."""
+def disturb(patch: pytest.MonkeyPatch, how: str, folder: Path) -> None:
+    """Let something happen to this rank in the step with the number 7."""
     step, data = Trainer.train_step, PairLoader.__iter__
 
     def train_step(self: Trainer, batch: Batch) -> dict[str, float]:
-        if self.step == 6 and rank == 1:
-            if how in ("SIGTERM", "SIGINT"):
-                os.kill(os.getpid(), getattr(signal, how))
-            elif how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            elif how == "hangs":
-                while not (folder / "0.json").exists():  # until the other gives up
-                    time.sleep(0.1)
-                os._exit(1)
+        if self.step == 6 and how.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, how))
+        elif self.step == 6 and how == "hangs":
+            while not (folder / "0.json").exists():  # until the other gives up
+                time.sleep(0.1)
+            os._exit(1)
         return step(self, batch)
 
     def iterate(self: PairLoader) -> Iterator[Batch]:
         for i, batch in enumerate(data(self)):
-            if how == "no data" and rank == 1 and self.epoch == 1 and i == 1:
+            if how == "no data" and self.epoch == 1 and i == 1:
                 raise OSError(5, "Input/output error")
             yield batch
 
-    Trainer.train_step, PairLoader.__iter__ = train_step, iterate  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Trainer.train_step, PairLoader.__iter__ = step, data  # type: ignore[method-assign]
+    patch.setattr(Trainer, "train_step", train_step)
+    patch.setattr(PairLoader, "__iter__", iterate)
 
 
 Launch = Callable[..., list[list[dict[str, Any]]]]
@@ -133,10 +127,6 @@ def assert_close(run: Path, expected: Path) -> None:
         torch.testing.assert_close(ours[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
-def losses(run: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.usefixtures("no_report")
 def test_runs_of_two_processes_are_that_of_one(
     launch: Launch, config: TrainConfig, tmp_path: Path
@@ -149,13 +139,7 @@ def test_runs_of_two_processes_are_that_of_one(
     stopped = replace(config, output=tmp_path / "stopped", parallel="fsdp")
     ctrl_c = replace(config, output=tmp_path / "ctrl-c")
     broken = replace(config, output=tmp_path / "broken", model="ViT-B32")
-    told = launch(
-        ("", ddp),
-        ("", fsdp),
-        ("SIGTERM", stopped),
-        ("SIGINT", ctrl_c),
-        ("", broken),
-    )
+    told = launch(("", ddp), ("", fsdp), ("SIGTERM", stopped), ("SIGINT", ctrl_c), ("", broken))
 
     for run, (first, second) in zip((ddp, fsdp), told[:2], strict=True):
         assert (first["code"], second["code"]) == (0, 0), first["err"]
@@ -164,25 +148,22 @@ def test_runs_of_two_processes_are_that_of_one(
         assert f"2 x cpu ({run.parallel})" in first["out"]
         assert "waiting for data" in first["out"]
         assert second["out"] == second["err"] == first["err"] == ""  # rank 0 speaks
-
-    # Evaluated on both, each its share: the figures are one process's.
-    assert told[0][0]["out"].count("report:") == 1
-    evaluation = json.loads((ddp.output / "evaluation.json").read_text())
-    expected = evaluate_run(ddp.output, val_data=config.train_data)
-    assert evaluation["retrieval"]["pairs"]["model"] == expected["retrieval"]["pairs"]["model"]
-    assert evaluation["zero_shot"] == expected["zero_shot"]
-    for run in (ddp, fsdp):  # and so they are during training
-        validated = [json.loads(line) for line in (run.output / "validation.jsonl").open()]
-        assert list(dict.fromkeys(record["step"] for record in validated)) == [4, 8, 9]
-        best = json.loads((run.output / "best/best.json").read_text())
-        again = evaluate_run(run.output / "best", val_data=config.train_data)
-        assert again["retrieval"]["pairs"]["model"][best["metric"][6:]] == best["value"]
+        # Evaluated on both, each its share: the figures are one process's.
+        assert first["out"].count("report:") == 1
+        validated = logged(run.output, "validation.jsonl")
+        assert [record["step"] for record in validated] == [4, 8, 9]
+        recalls = {r["step"]: r["pairs/image_to_text/recall@1"] for r in validated}
+        assert f"so far: step {max(recalls, key=recalls.__getitem__)}\n" in first["out"]
+        for record in validated[-2:]:
+            folder = run.output / f"checkpoints/step-{record['step']:08d}"
+            again = figures(evaluate_run(folder, val_data=config.train_data))
+            assert {"step": record["step"], "val_data": config.train_data, **again} == record
 
     for run, (first, second), code in ((stopped, told[2], 75), (ctrl_c, told[3], 130)):
         assert (first["code"], second["code"]) == (code, code)
         assert "interrupted after step 7 of 9" in first["out"]
         assert second["out"] == second["err"] == ""
-        assert sorted(p.name for p in (run.output / "checkpoints").iterdir())[-1] == "step-00000007"
+        assert checkpoints(run.output)[-1] == "step-00000007"
 
     first, second = told[4]
     assert (first["code"], second["code"]) == (2, 2)
@@ -201,7 +182,7 @@ def test_runs_of_two_processes_are_that_of_one(
     assert_close(copy.output, alone.output)
 
 
-@pytest.mark.parametrize("how", ["killed", "hangs", "no data"])
+@pytest.mark.parametrize("how", ["SIGKILL", "hangs", "no data"])
 def test_what_happens_to_one_process_ends_the_others_with_a_reason(
     launch: Launch, config: TrainConfig, how: str
 ) -> None:
@@ -210,7 +191,7 @@ def test_what_happens_to_one_process_ends_the_others_with_a_reason(
     ((first, second),) = launch((how, config))
     assert first["code"] == 1
     assert len(first["err"].splitlines()) == 1
-    saved = sorted(path.name for path in (config.output / "checkpoints").iterdir())
+    saved = checkpoints(config.output)
     if how == "no data":
         assert "rank 1: reading data: " in first["err"]
         assert "Input/output error" in first["err"]

@@ -13,16 +13,14 @@ import torch
 from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
-from megabatch.config.file import parse
 from megabatch.errors import UsageError
 from megabatch.hints import option
 from megabatch.models import create
 from megabatch.models.images import TorchResize
-from megabatch.models.towers import lock, locked_towers
+from megabatch.models.towers import lock
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,
-    check_kind,
     model_notes,
     prepare,
     train_transform,
@@ -49,7 +47,9 @@ def test_what_is_wrong_is_said_and_nothing_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_batch_normalisation_is_a_note() -> None:
+def test_batch_normalisation_and_weights_that_openclip_would_download_are_notes(
+    tmp_path: Path,
+) -> None:
     towers = create("RN50")
     config = TrainConfig(model="RN50", global_batch_size=4096, micro_batch_size=512)
     for ranks, said in ((1, "512 pairs at a time: --micro"), (16, "256 pairs at a time on each")):
@@ -58,6 +58,13 @@ def test_batch_normalisation_is_a_note() -> None:
         assert said in note
     lock(towers.module, "image")
     assert model_notes(config, towers, 1) == []
+
+    bert, towers.module = save_tiny_bert(tmp_path), nn.Module()
+    towers.module.text = HFTextEncoder(str(bert), output_dim=8, pretrained=False)
+    config = TrainConfig(model="roberta-ViT-B-32", lr=1e-4)
+    [note] = model_notes(config, towers)
+    assert note.startswith(f"the text tower starts with random weights: those of {bert}, which")
+    assert model_notes(replace(config, pretrained=bert), towers) == []
 
 
 @on_processes(2)
@@ -85,36 +92,15 @@ def test_ranks_with_other_settings_or_data_than_rank_0s_are_refused(processes: P
         assert told(20, lr=(0.1, 0.2)[rank]).startswith(settings)
 
 
-def test_the_default_of_compilation_is_written_as_what_it_means(
+def test_texts_that_keep_their_padding_are_a_note_and_nothing_is_compiled_on_the_cpu(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    config = make_config(tmp_path / "run")
-    assert config.torchcompile is None
-    assert prepare(config).config.torchcompile is False
-    given = [parse([word]).torchcompile for word in ("--torchcompile", "--no-torchcompile")]
-    assert given == [True, False]
-
-
-def test_texts_that_keep_their_padding_are_a_note(make_config: MakeConfig, tmp_path: Path) -> None:
     config = make_config(tmp_path / "run", model=TINY_UNMASKED)
+    setup = prepare(config)
     note = f"texts keep their padding: features of {TINY_UNMASKED} may depend on it"
-    assert prepare(config).notes == [note]
+    assert (setup.notes, setup.config.torchcompile) == ([note], False)
     assert prepare(replace(config, trim_texts=False)).notes == []
     assert prepare(make_config(tmp_path / "run")).notes == []
-
-
-def test_a_text_tower_that_open_clip_would_download_is_a_note(tmp_path: Path) -> None:
-    bert = save_tiny_bert(tmp_path)
-    towers = create(TINY)
-    own, module = towers.module, nn.Module()
-    module.text = HFTextEncoder(str(bert), output_dim=8, pretrained=False)
-    towers.module = module
-    config = TrainConfig(model="roberta-ViT-B-32", lr=1e-4)
-    [note] = model_notes(config, towers)
-    assert note.startswith(f"the text tower starts with random weights: those of {bert}, which")
-    assert model_notes(replace(config, pretrained=bert), towers) == []
-    towers.module = own
-    assert model_notes(config, towers) == []
 
 
 def test_the_resize_is_chosen_for_openclips_transforms_only(
@@ -165,24 +151,15 @@ def built(**changes: Any) -> Any:
     return build_towers(TrainConfig(**{"model": TINY, **changes})).module
 
 
-def test_locked_towers_are_the_configurations() -> None:
-    assert locked_towers(built(lock_image=True)) == {"image"}
-    assert locked_towers(built(lock_text=True)) == {"text"}
-    assert locked_towers(built(lock_text=True, lock_text_unlocked_layers=1)) == set()
-
-
 @pytest.mark.parametrize("model", [TINY, "glyph-small"])
-def test_siglip_starts_as_published_unless_told(model: str) -> None:
+def test_scale_and_bias_start_as_the_loss_wants_and_a_bias_that_it_ignores_is_not_trained(
+    model: str,
+) -> None:
     module = built(model=model, loss="siglip")
     assert module.logit_scale.item() == pytest.approx(math.log(10))
-    assert module.logit_bias.item() == -10
-    assert module.logit_bias.requires_grad
+    assert (module.logit_bias.item(), module.logit_bias.requires_grad) == (-10, True)
     module = built(model=model, loss="siglip", init_logit_scale=1, init_logit_bias=-2)
     assert (module.logit_scale.item(), module.logit_bias.item()) == (1, -2)
-
-
-@pytest.mark.parametrize("model", [TINY, "glyph-small"])
-def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
     assert not built(model=model, init_logit_bias=-10.0).logit_bias.requires_grad
     assert built(model=model).logit_bias is None
 
@@ -195,24 +172,9 @@ def test_a_bias_that_no_loss_looks_at_is_not_trained(model: str) -> None:
             {"lock_image": True, "lock_image_unlocked_groups": 50},
             "--lock-image: with 50 groups unlocked nothing of the image tower stays locked",
         ),
-        (
-            {"model": "glyph-small", "lock_image": True, "lock_image_unlocked_groups": 1},
-            "--lock-image: this model's towers are locked as a whole, got 1",
-        ),
-        (
-            {"model": "glyph-small", "force_image_size": 64},
-            "--force-image-size: glyph-small has no",
-        ),
         ({"hf_pooling": "cls"}, "--hf-pooling: .*has no such option"),
     ],
 )
 def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         built(**changes)
-
-
-def test_data_that_a_model_does_not_take_are_refused() -> None:
-    config = TrainConfig(model="hf:folder", train_data="shards")
-    check_kind(config, "image", "image")
-    with pytest.raises(UsageError, match=r"hf:folder: it takes texts with texts, but shards has"):
-        check_kind(config, "image", "text")

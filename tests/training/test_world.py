@@ -10,7 +10,7 @@ import torch
 from megabatch.errors import CommunicationError, UsageError
 from megabatch.ranks import Gone
 from megabatch.training import TrainConfig
-from megabatch.training.world import World, command_again, joined, place
+from megabatch.training.world import World, joined, place
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
 
@@ -19,38 +19,15 @@ TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 SLURM = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, (0, 1, 0)),
-        (TORCHRUN, (5, 8, 1)),
-        (SLURM, (3, 4, 1)),
-        ({**SLURM, **TORCHRUN}, (5, 8, 1)),  # torchrun inside of a Slurm job
-        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0)),  # a batch script, without srun
-    ],
-)
-def test_the_launchers_environment(environ: dict[str, str], expected: tuple[int, ...]) -> None:
-    assert place(environ) == expected
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"WORLD_SIZE": "2"},
-        {**TORCHRUN, "LOCAL_RANK": "first"},
-        {"SLURM_STEP_NUM_TASKS": "4"},
-    ],
-)
-def test_an_environment_that_makes_no_sense(environ: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="environment: "):
-        place(environ)
-
-
-def test_a_run_is_continued_by_its_launcher() -> None:
-    command = "megabatch train --output 'a b'"
-    assert command_again(["--output", "a b"], {}) == command
-    several = command_again(["--output", "a b"], TORCHRUN)
-    assert several == f"{command} (in 8 processes, started as before)"
+def test_the_launchers_environment() -> None:
+    assert place({}) == (0, 1, 0)
+    assert place(TORCHRUN) == place({**SLURM, **TORCHRUN}) == (5, 8, 1)
+    assert place(SLURM) == (3, 4, 1)
+    script = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}  # a batch script, without srun
+    assert place(script) == (0, 1, 0)
+    for wrong in ({"WORLD_SIZE": "2"}, {**TORCHRUN, "LOCAL_RANK": "first"}):
+        with pytest.raises(UsageError, match="environment: "):
+            place(wrong)
 
 
 def test_srun_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,15 +72,6 @@ def test_a_failed_communication_is_one_line(error: RuntimeError) -> None:
         raise RuntimeError("CUDA out of memory")
 
 
-def stopped(some: World, error: UsageError | None) -> tuple[str, int]:
-    """What a rank says when all stop, and its exit code."""
-    try:
-        some.raise_if_any(error)
-    except UsageError as raised:
-        return str(raised), getattr(raised, "exit_code", 2)
-    raise AssertionError("it went on")
-
-
 @on_processes(3)
 def test_what_is_told(processes: Processes) -> None:
     rank = processes.rank
@@ -122,25 +90,7 @@ def test_what_is_told(processes: Processes) -> None:
     spread = torch.full((3, 2), float(rank)).t()
     some.broadcast(spread, "a transposed one")
     assert spread.sum() == 0
-
-
-@on_processes(3)
-def test_all_stop_together_and_know_why(processes: Processes) -> None:
-    rank = processes.rank
-    some = World(CPU, rank, processes.size)
-    some.raise_if_any()
-    everywhere = stopped(some, UsageError("the same"))
-    assert everywhere == ("the same", 2)
-    elsewhere = stopped(some, Gone("its own") if rank == 2 else None)
-    assert elsewhere == ("rank 2: its own", 1)
-    mixed = stopped(some, UsageError("own" if rank else "another"))
-    assert mixed[0] == "another"
-
-    def work() -> int:
-        if rank == 1:
-            raise UsageError("no file")
-        return 7
-
-    with pytest.raises(UsageError, match="rank 1: no file"):
-        some.attempt(work)
+    with pytest.raises(UsageError, match="rank 2: no file") as caught:
+        some.raise_if_any(Gone("no file") if rank == 2 else None)
+    assert caught.value.exit_code == 1
     assert some.attempt(lambda: 7) == 7

@@ -235,8 +235,8 @@ class TrainConfig:
     """Held-out pairs to evaluate on at the end, as `megabatch eval --val-data` does, with the
     columns of --train-data. All processes must be able to read the output folder."""
     val_frequency: Annotated[int, AT_LEAST_0, MAY_CHANGE] = 0
-    """Also evaluate every so many steps (OpenCLIP counts epochs), and keep the best weights in the
-    output folder, under best: by recall@1 from first inputs to texts. 0: only at the end."""
+    """Also save and evaluate a checkpoint every so many steps (OpenCLIP counts epochs); 0: only at
+    the end."""
 
 
 def unmeasured_micro_batch(config: TrainConfig) -> int:

@@ -19,52 +19,42 @@ from megabatch.data.pairs import (
     is_blank,
 )
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
+from megabatch.data.tables import Wanted, open_tables
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, Samples
 
 GLYPHS = "glyphs"  # as `val_data`: the built-in tasks
-
-# Arguments of `open_captioned`, and the settings that give them.
-_READING = {
-    "image_column": "csv_img_key",
-    "query_column": "csv_query_key",
-    "caption_column": "csv_caption_key",
+USUAL = Wanted(lists=True)  # columns of the usual names
+# Fields of `Wanted`, and the settings that give them.
+_COLUMNS = {
+    "image": "csv_img_key",
+    "query": "csv_query_key",
+    "caption": "csv_caption_key",
     "separator": "csv_separator",
 }
 
 
-def reading_of(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """How tables are read by a run's or an evaluation's settings: arguments of `open_captioned`."""
-    return {argument: settings.get(name) for argument, name in _READING.items()}
-
-
-def open_val_data(val_data: str, model: str, first: str, reading: Mapping[str, Any]) -> Samples:
+def open_val_data(val_data: str, model: str, first: str, settings: Mapping[str, Any]) -> Samples:
     """Open held-out pairs for a model.
 
     Args:
         val_data: a source for `open_captioned`.
         model: its name, for messages.
         first: the model's first input, "image" or "text".
-        reading: as `reading_of` returns it.
+        settings: of a run or an evaluation, some of which name the columns of tables.
 
     Raises:
         UsageError: the data cannot be opened, or are not of the kind that the model takes.
     """
-    unused = "query_column" if first == "image" else "image_column"
-    samples = open_captioned(val_data, **{**reading, unused: None})
+    columns: dict[str, Any] = {field: settings.get(name) for field, name in _COLUMNS.items()}
+    columns["query" if first == "image" else "image"] = None
+    samples = open_captioned(val_data, Wanted(**columns, lists=True))
     if samples.first != first:
         raise UsageError(f"{model} takes {first}s with texts, but {val_data} has {samples.first}s")
     return samples
 
 
-def open_captioned(
-    spec: str,
-    *,
-    image_column: str | None = None,
-    query_column: str | None = None,
-    caption_column: str | None = None,
-    separator: str | None = None,
-) -> Samples:
+def open_captioned(spec: str, wanted: Wanted = USUAL) -> Samples:
     """Open images with one or several captions each, or first texts with second ones.
 
     Args:
@@ -73,7 +63,7 @@ def open_captioned(
             captions in each row: rows with the same image, by name or bytes, or the same first text
             are joined; or anything else that `megabatch.data.open_pairs` takes, where each line of
             a caption is one of its own.
-        image_column, query_column, caption_column, separator: as for `open_pairs`.
+        wanted: the columns of tables.
 
     Raises:
         UsageError: nothing matches, a column is missing, no image has a caption.
@@ -87,9 +77,6 @@ def open_captioned(
         )
     if not is_table[0]:
         return CaptionedPairs(open_pairs(spec))
-    from megabatch.data.tables import Wanted, open_tables  # needs pyarrow
-
-    wanted = Wanted(image_column, query_column, caption_column, separator, lists=True)
     rows = JoinedRows(open_tables(find_files(spec), wanted))
     check_usable(rows, spec)
     return rows

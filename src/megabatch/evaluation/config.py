@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from megabatch.config.settings import resolve_device
 from megabatch.errors import UsageError, one_line
 from megabatch.hints import Interval, Positional, option, settings_of
 
@@ -121,9 +119,3 @@ def read_config(folder: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise UsageError(f"{path} cannot be read: {one_line(error, 200)}") from error
-
-
-def choose_device(name: str, *, several: bool = False) -> str:
-    """The device of this process, one of `several` or alone; a UsageError if there is none."""
-    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if several else None
-    return str(resolve_device(name, local_rank))

@@ -14,12 +14,12 @@ The `equal + tied` columns come in random order after the first `above`, so
 - its expected rank is `above + 1 + equal / (tied + 1)`; with one right column a tie counts half.
 
 A collapsed model, all of whose features are equal, therefore scores exactly what guessing scores
-(`chance_by_answers`), neither 0% nor 100%.
+(`figures_and_chance`), neither 0% nor 100%.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,8 +32,9 @@ from megabatch.similarity import eager, settings
 from megabatch.similarity.arguments import check_integers, check_same_rows, check_two
 from megabatch.similarity.distributed.comm import agree, group_name
 
-# Right pairs of one block of rows, for which there are some tensors of int64.
-_MOST_PAIRS = 2**22
+# Scores that are in memory at a time, whole rows of them; on a CPU they stay in its cache. Those of
+# 16 rows take less than features, and products of fewer are slow.
+_CPU_SCORES, _GPU_SCORES, _ROWS = 2**22, 2**26, 16
 
 
 @dataclass(frozen=True)
@@ -103,60 +104,37 @@ def place(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Each row's `above`, `equal` and `tied`, int64 (m,); each row must have a right column.
 
-    The scores are computed twice, block by block: to find the best right one, then to count. Both
-    times a score is of the same block of the same product, so rounding cannot separate equal ones.
+    Equal columns score the same, as all scores of a row are of one product.
 
     Args:
         x: (m, d); y: (n, d); right: their right answers.
         group: ranks that share the work; each holds all of these tensors, and gets all results.
     """
-    height, width = eager.block_shape(x)
-    height = max(1, min(height, _MOST_PAIRS // int(right.counts.max())))
+    height = max(_ROWS, (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // len(y))
     mine = local_range(len(x), group, block=height)
+    # For the columns left over from groups of 8, MKL uses other kernels, which round differently.
+    padded = F.pad(y, (0, 0, 0, -len(y) % 16))
     found = [right.counts.new_zeros(0, 3)]
     for start in range(mine.start, mine.stop, height):
         rows = slice(start, min(mine.stop, start + height))
-        blocks = list(_right_blocks(right.of(rows), len(y), width))
         with settings.without_autocast(x):
-            found.append(_place_block(x[rows], y, blocks))
+            scores = eager.logits(x[rows], padded)[:, : len(y)]
+        found.append(_place(scores, right.of(rows)))
     above, equal, tied = all_gather_rows(torch.cat(found), group).unbind(1)
     return above, equal, tied
 
 
-def _right_blocks(right: Right, n: int, width: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Blocks of at most `width` of n columns, with the rows and columns of right pairs in each."""
-    rows, columns = right.pairs()
-    columns, order = columns.sort()
-    starts = torch.arange(0, n + width, width, device=columns.device)
-    ends = torch.searchsorted(columns, starts).tolist()
-    for start, first, end in zip(range(0, n, width), ends, ends[1:], strict=False):
-        yield slice(start, start + width), rows[order[first:end]], columns[first:end] - start
-
-
-def _place_block(x: Tensor, y: Tensor, blocks: Sequence[tuple[slice, Tensor, Tensor]]) -> Tensor:
-    """`above`, `equal` and `tied` of some rows, (m, 3). No right column is above the best one."""
-    best = torch.full((len(x),), -torch.inf, device=x.device, dtype=torch.float64)
-    for block, row, column in blocks:
-        if len(row):
-            score = _products(x, y[block])[row, column].double()
-            best.scatter_reduce_(0, row, score, "amax")
-    above, equal, tied = torch.zeros(3, len(x), dtype=torch.int64, device=x.device)
-    for block, row, column in blocks:
-        score = _products(x, y[block])
-        target = best.to(score.dtype)[:, None]
-        # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
-        above += (~(score <= target)).view(torch.uint8).sum(1, dtype=torch.int32)  # NaN, too
-        equal += (score == target).view(torch.uint8).sum(1, dtype=torch.int32)
-        tied.scatter_add_(0, row, (score[row, column] == target[row, 0]).long())
+def _place(scores: Tensor, right: Right) -> Tensor:
+    """`above`, `equal` and `tied` of rows of scores (m, n), as (m, 3)."""
+    row, column = right.pairs()
+    score = scores[row, column]
+    best = scores.new_full((len(scores),), -torch.inf).scatter_reduce(0, row, score, "amax")
+    target = best[:, None]
+    # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
+    above = (~(scores <= target)).view(torch.uint8).sum(1, dtype=torch.int32)  # NaN, too
+    equal = (scores == target).view(torch.uint8).sum(1, dtype=torch.int32)
+    tied = torch.zeros_like(equal).scatter_add(0, row, (score == best[row]).int())
     return torch.stack([above, equal - tied, tied], dim=1)
-
-
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """x @ y.T, in which equal columns score the same.
-
-    For the columns left over from groups of 8, MKL uses other kernels, which round differently.
-    """
-    return eager.logits(x, F.pad(y, (0, 0, 0, -len(y) % 16)))[:, : len(y)]
 
 
 @torch.no_grad()
@@ -212,11 +190,11 @@ def retrieval_metrics(
         x_ids = y_ids = torch.arange(len(x), device=x.device)
     x_ids = check_integers("x_ids", x_ids, len(x), x)
     y_ids = check_integers("y_ids", y_ids, len(y), y)
-    return metrics_by_answers(x, y, answers_by_ids(x_ids, y_ids), ks=ks, group=group)
+    return figures_and_chance(x, y, answers_by_ids(x_ids, y_ids), ks=ks, group=group)[0]
 
 
 @torch.no_grad()
-def metrics_by_answers(
+def figures_and_chance(
     x: Tensor,
     y: Tensor,
     answers: Answers,
@@ -224,29 +202,22 @@ def metrics_by_answers(
     ks: Sequence[int],
     group: object = "local",
     ways: tuple[str, str] = ("x_to_y", "y_to_x"),
-) -> dict[str, float]:
-    """`retrieval_metrics` of finite features, with right answers of any kind.
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The figures of finite features, and those of answers in random order.
 
     Every rank of the group holds all rows already. `ways`: the directions' names in the keys.
     """
-    metrics: dict[str, float] = {}
+    figures: dict[str, float] = {}
+    chance: dict[str, float] = {}
     for name, queries, columns, right in zip(ways, (x, y), (y, x), answers, strict=True):
-        some = _answerable(name, right)
-        placed = place(queries[some], columns, right.of(some), group)
-        metrics |= _summarise(name, *placed, ks)
-    return metrics
-
-
-def chance_by_answers(
-    answers: Answers, *, ks: Sequence[int], ways: tuple[str, str] = ("x_to_y", "y_to_x")
-) -> dict[str, float]:
-    """The figures of answers in random order, with the keys of `metrics_by_answers`."""
-    metrics: dict[str, float] = {}
-    for name, right, others in zip(ways, answers, reversed(answers), strict=True):
-        counts = right.counts[_answerable(name, right)]
-        wrong = len(others.counts) - counts
-        metrics |= _summarise(name, torch.zeros_like(counts), wrong, counts, ks)
-    return metrics
+        answerable = right.counts > 0
+        if not bool(answerable.any()):
+            raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
+        right = right.of(answerable)
+        figures |= _summarise(name, *place(queries[answerable], columns, right, group), ks)
+        wrong = len(columns) - right.counts
+        chance |= _summarise(name, torch.zeros_like(wrong), wrong, right.counts, ks)
+    return figures, chance
 
 
 def _summarise(
@@ -273,11 +244,3 @@ def answered_within(above: Tensor, equal: Tensor, tied: Tensor, k: int) -> Tenso
         miss_here = wrong_left.double() / (wrong_left + tied)
         missed = torch.where(drawn >= 0, missed * miss_here, missed)
     return 1 - missed
-
-
-def _answerable(name: str, right: Right) -> Tensor:
-    """A mask (m,) of the rows that have a right answer."""
-    answerable = right.counts > 0
-    if not bool(answerable.any()):
-        raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
-    return answerable

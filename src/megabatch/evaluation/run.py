@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -16,22 +17,18 @@ from rich.text import Text
 
 from megabatch import files
 from megabatch.config.file import refuse_references
+from megabatch.config.settings import resolve_device
 from megabatch.data.glyphs import load_glyphs
 from megabatch.errors import UsageError, naming, plural
-from megabatch.evaluation.captions import GLYPHS, open_val_data, reading_of
-from megabatch.evaluation.config import EvalConfig, check, choose_device
+from megabatch.evaluation.captions import GLYPHS, open_val_data
+from megabatch.evaluation.config import EvalConfig, check
 from megabatch.evaluation.embed import Encoder
 from megabatch.evaluation.report import content
 from megabatch.evaluation.report.page import make_page
 from megabatch.evaluation.run_folder import Opened, open_model, open_run, write_atomically
 from megabatch.evaluation.samples import open_labelled
 from megabatch.evaluation.table import KINDS
-from megabatch.evaluation.tasks import (
-    ClassTask,
-    Matched,
-    RetrievalTask,
-    glyph_tasks,
-)
+from megabatch.evaluation.tasks import ClassTask, Matched, RetrievalTask, glyph_tasks
 from megabatch.evaluation.zeroshot import read_prompts
 from megabatch.hints import option
 from megabatch.imports import named_extras
@@ -84,11 +81,10 @@ def evaluate(
     """As `evaluate_run`; `console` shows a description and this process's progress."""
     started = time.perf_counter()
     console = console or plain_console(quiet=True)
-    opened, tasks = on_all_ranks(lambda: _open(config, group), group)
+    opened, tasks, device = on_all_ranks(lambda: _open(config, group), group)
     folder = config.output or opened.folder
     assert folder is not None  # by `check`
     _check_ranks(config, opened, tasks, group)
-    device = choose_device(config.device, several=rank_and_size(group)[1] > 1)
     for line in _description(opened, tasks):
         console.print(line)
     title = f"evaluating {config.run or config.model}"
@@ -126,10 +122,11 @@ def write_report(folder: Path, shown: Sequence[Matched]) -> None:
     write_atomically(folder / "report.html", make_page([folder]))
 
 
-def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task]]:
-    """Check the configuration, and open the model and the data."""
+def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task], str]:
+    """Check the configuration, open the model and the data, and choose this process's device."""
     check(config)
-    choose_device(config.device, several=rank_and_size(group)[1] > 1)
+    local_rank = int(os.environ.get("LOCAL_RANK", "0")) if rank_and_size(group)[1] > 1 else None
+    device = str(resolve_device(config.device, local_rank))
     if config.run is not None:
         opened = open_run(config.run, ema=config.weights == "ema", trust=config.trust)
     else:
@@ -137,7 +134,7 @@ def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task]]:
     folder = config.output or opened.folder
     if folder and is_first(group) and (problem := files.folder_problem(folder)):
         raise UsageError(f"--output {folder}: {problem}")
-    return opened, open_tasks(config, opened)
+    return opened, open_tasks(config, opened), device
 
 
 def _description(opened: Opened, tasks: Sequence[Task]) -> list[str]:
@@ -208,9 +205,9 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
         tasks += glyph_tasks(load_glyphs())
     elif val_data is not None:
         given = {name: value for name, value in vars(config).items() if value is not None}
-        reading = reading_of({**opened.config, **given})
+        settings = {**opened.config, **given}
         with naming("--val-data"):
-            samples = open_val_data(val_data, opened.towers.name, opened.towers.first, reading)
+            samples = open_val_data(val_data, opened.towers.name, opened.towers.first, settings)
         tasks.append(RetrievalTask("pairs", val_data, samples))
     if config.class_data is not None:
         with naming("--class-data"):

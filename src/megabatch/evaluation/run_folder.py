@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,14 +125,12 @@ def _weights_of(folder: Path, ema: bool) -> Path:
 
 
 def _step_of(weights: Path, folder: Path) -> int | None:
-    """The step of a run's weights: a checkpoint's, that of RUN/best, or else the run's last one.
+    """The step of a run's weights: a checkpoint's, or else the run's last one.
 
     Final weights are removed before the first step of a run that goes on, so they are those of the
     newest checkpoint.
     """
-    best = folder / "best.json"
-    if best.is_file():
-        return int(json.loads(best.read_text(encoding="utf-8"))["step"])
-    newest = max(folder.glob("checkpoints/step-*"), default=None)
+    newest = max(folder.glob("checkpoints/step-*"), default=folder)
     checkpoint = newest if weights.parent == folder else weights.parent
-    return None if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
+    named = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    return int(named[1]) if named else None

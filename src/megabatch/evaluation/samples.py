@@ -10,6 +10,7 @@ from typing import Any
 
 from torchvision.datasets import ImageFolder
 
+from megabatch.data.images import ImageFiles
 from megabatch.data.pairs import BadSample, EncodedImage
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
@@ -90,7 +91,7 @@ class FolderLabels(Labelled):
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self._files = folder, ImageFiles((Path(),))
         try:
             found = ImageFolder(folder)
         except OSError as error:
@@ -105,11 +106,7 @@ class FolderLabels(Labelled):
     def __getitem__(self, index: int) -> Sample:
         path, label = self._images[index]
         key = printable(Path(path).relative_to(self.folder).as_posix())
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise BadSample("unreadable image file", key) from error
-        return Sample(EncodedImage(data, key).decode(), label, key)
+        return Sample(EncodedImage(self._files.read(path, key), key).decode(), label, key)
 
 
 class ShardLabels(Labelled):

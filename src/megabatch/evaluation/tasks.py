@@ -21,8 +21,7 @@ from megabatch.evaluation.retrieval import (
     answered_within,
     answers_by_ids,
     answers_by_pairs,
-    chance_by_answers,
-    metrics_by_answers,
+    figures_and_chance,
     place,
 )
 from megabatch.evaluation.samples import Labelled, Samples
@@ -80,12 +79,14 @@ class RetrievalTask:
         images = encoder.embed(self.samples, self.title)
         texts, answers = self._match(images.targets, encoder.device)
         features = images.features, encoder.texts(texts)
-        options: dict[str, Any] = {"ks": KS, "ways": WAYS}
+        model, chance = figures_and_chance(
+            *features, answers, ks=KS, group=encoder.group, ways=WAYS
+        )
         entry = {
             **_about(self.title, self.samples, images),
             "texts": len(texts),
-            "model": metrics_by_answers(*features, answers, group=encoder.group, **options),
-            "chance": chance_by_answers(answers, **options),
+            "model": model,
+            "chance": chance,
         }
         matched = images.indices, features[0], texts, features[1], answers
         return "retrieval", entry, Matched(self.title, self.samples, *matched)

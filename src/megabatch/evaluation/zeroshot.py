@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.errors import UsageError
+from megabatch.errors import UsageError, plural
 from megabatch.evaluation.samples import Labelled, read_lines
 
 
@@ -29,10 +29,7 @@ class Prompts:
         return [one.replace("{}", name) for name in self.names for one in self.templates]
 
     def __str__(self) -> str:
-        """The first templates, how many more there are, and their origin."""
-        first = ", ".join(f"“{template}”" for template in self.templates[:3])
-        more = f" and {len(self.templates) - 3} more" if len(self.templates) > 3 else ""
-        return f"{first}{more} ({self.source})"
+        return f"{plural(len(self.templates), 'template')} {self.source}"
 
 
 def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:

@@ -47,13 +47,12 @@ class Speeds(NamedTuple):
     """What a GPU reaches per second; by default an H200, measured by benchmarks/scaling.py.
 
     Operations of large matrix products; bytes of its memory; bytes that it receives from GPUs of
-    its host in a collective, and from other hosts: 88% of a card of 400 Gbit/s, which is assumed.
+    its host in a collective.
     """
 
     products: float = 665e12
     memory: float = 3.6e12
     nvlink: float = 324e9
-    network: float = 44e9
 
 
 def datasheet(name: str) -> Datasheet | None:
@@ -68,7 +67,7 @@ def speeds_of(name: str) -> Speeds | None:
     """The speeds of a GPU by its name: an H200's shares of what its datasheet promises."""
     if (sheet := datasheet(name)) is None:
         return None
-    rates = zip(Speeds()[:3], sheet[:3], DATASHEETS["H200"][:3], strict=True)
+    rates = zip(Speeds(), sheet[:3], DATASHEETS["H200"][:3], strict=True)
     return Speeds(*(reached * rate / promised for reached, rate, promised in rates))
 
 

@@ -127,14 +127,11 @@ class MicroBatches:
 
 def weighted(parts: Sequence[MicroBatch], shares: Sequence[float]) -> MicroBatch:
     """The sum of the micro-batches' numbers, each times its share."""
-    made: dict[str, Any] = {}
-    for name in ("forward", "kept", "peak", "further"):
-        made[name] = round(
-            sum(s * getattr(one, name) for one, s in zip(parts, shares, strict=True))
-        )
+
+    def total(name: str) -> Any:
+        return np.asarray(shares) @ [getattr(one, name) for one in parts]
+
+    made: dict[str, Any] = {n: round(total(n)) for n in ("forward", "kept", "peak", "further")}
     made["peak"] = max(made["peak"], made["kept"])  # of small ones it is nearly constant
-    for name in ("encode", "record", "backward"):
-        made[name] = Work()
-        for one, share in zip(parts, shares, strict=True):
-            made[name] = made[name].plus(getattr(one, name), share)
+    made |= {name: Work(*total(name)) for name in ("encode", "record", "backward")}
     return replace(parts[0], **made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -22,12 +23,7 @@ from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.towers import Tower, locked_towers
 from megabatch.planning.machine import DATASHEETS, Machine
 from megabatch.planning.memory import AUTOCAST, loss_bytes, state_bytes
-from megabatch.planning.micro_batches import (
-    WHOLE,
-    MicroBatches,
-    TextLengths,
-    weighted,
-)
+from megabatch.planning.micro_batches import WHOLE, MicroBatches, TextLengths, weighted
 from megabatch.planning.seconds import step_seconds
 from megabatch.planning.towers import MicroBatch, Sample, measure, sample_of
 
@@ -147,6 +143,8 @@ class Planner:
     lengths: TextLengths = WHOLE
 
     def __post_init__(self) -> None:
+        if self.config.torchcompile is None:  # as a run chooses
+            self.config = replace(self.config, torchcompile=self.machine.device == "cuda")
         self._counted = functools.cache(self._count)
 
     @cached_property
@@ -158,11 +156,6 @@ class Planner:
     def usual(self) -> int:
         """Pairs of a micro-batch as configured, or without a measurement."""
         return min(unmeasured_micro_batch(self.config), self._rows(self.config))
-
-    @property
-    def _compiled(self) -> bool:
-        on_gpu = self.machine.device == "cuda"
-        return on_gpu if self.config.torchcompile is None else self.config.torchcompile
 
     def _rows(self, config: TrainConfig) -> int:
         """Pairs of a process."""
@@ -188,7 +181,7 @@ class Planner:
         rows = self._rows(config)
         size = min(unmeasured_micro_batch(config), rows)
         micro, inputs = self.micro_batches(rows, size), size * self.sample.nbytes
-        parts = [*self._state(), *self._features(config, rows, micro.largest.feature_dtype)]
+        parts = [*self._state(), *self._features(config, rows)]
         host = [*self._inputs(config, rows)]
         if machine.device == "cpu":
             parts, host = [*parts, *host], []
@@ -203,9 +196,7 @@ class Planner:
             are = "is" if kept == 1 else "are"
             note += f"; {kept:,} of {micro.count:,} micro-batches {are} encoded once"
         parts.append(Part("activations", micro.nbytes(kept), note))
-        gradients = state_bytes(self.towers.module, config, machine.count).gradients
-        width, compiled = self.towers.embed_dim, self._compiled
-        step = step_seconds(config, machine, micro, kept, width, gradients, compiled=compiled)
+        step = step_seconds(config, machine, micro, kept, self.towers.embed_dim)
         notes = self._notes(config, micro.tokens)
         return Plan(config, machine, tuple(parts), tuple(host), step, kept, notes)
 
@@ -265,7 +256,7 @@ class Planner:
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
         # What checkpoints keep are inputs, which compiled blocks have as well.
-        return micro.compiled() if self._compiled and not checkpointing else micro
+        return micro.compiled() if config.torchcompile and not checkpointing else micro
 
     def _kept(
         self, config: TrainConfig, rows: int, micro: MicroBatches, others: Sequence[Part]
@@ -306,9 +297,10 @@ class Planner:
             Part(n, dict.fromkeys(phases, size), note) for n, size, phases, note in rows if size
         ]
 
-    def _features(self, config: TrainConfig, rows: int, dtype: torch.dtype) -> list[Part]:
-        if config.precision in AUTOCAST and not config.matryoshka_dims:
-            dtype = AUTOCAST[config.precision]  # as GradientCache keeps them
+    def _features(self, config: TrainConfig, rows: int) -> list[Part]:
+        # As GradientCache keeps them; for prefixes, as a GPU normalises them under autocast.
+        precision = "fp32" if config.matryoshka_dims else config.precision
+        dtype = AUTOCAST.get(precision, torch.float32)
         machine, width = self.machine, self.towers.embed_dim
         locked = locked_towers(self.towers.module)
         loss = loss_bytes(config, rows, width, dtype, machine.device, machine.count, locked)
@@ -348,9 +340,6 @@ class Planner:
             notes.append(f"texts in order of length are cut to {cut} on average")
         elif config.trim_texts and self.towers.lengths:
             notes.append("texts count with all of their tokens: at most what trimmed ones take")
-        if is_reference(config.loss):
-            unknown = "is unknown and not counted, except for the features' gradients"
-            notes.append(f"the memory of {config.loss} {unknown}")
         if machine.device == "cuda" and machine.speeds is None:
             known = f"the time of a step is not known on {machine.name or 'this GPU'}, only on "
             notes.append(known + ", ".join(DATASHEETS))
@@ -390,19 +379,14 @@ class Planner:
         return next((plan for plan in plans if plan.fits), None)
 
     def largest_batch(self, **sizes: Any) -> int:
-        """The largest global batch that fits, to 3%, with other `sizes`; 0 if none does."""
+        """The largest global batch that fits, to 1/16, with other `sizes`; 0 if none does."""
 
-        def fits(batch: int) -> bool:
-            return self.plan(global_batch_size=batch, **sizes).fits
+        def too_large(batch: int) -> bool:
+            return not self.plan(global_batch_size=batch, **sizes).fits
 
-        low, high = 0, 8 * self.config.global_batch_size
-        while fits(high):
-            low, high = high, 8 * high
-        while high - low > max(1, low // 32):
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        grain = 1 << max(0, low.bit_length() - 5)  # a power of two, at most 1/16 of `low`
-        return low // grain * grain
+        batches = [*range(1, 16), *(n << k for k in range(32) for n in range(16, 32))]
+        number = bisect.bisect_left(batches, True, key=too_large)
+        return batches[number - 1] if number else 0
 
     def _problem(self, plan: Plan) -> str:
         """The reason why a plan does not fit, and settings that would."""

@@ -33,20 +33,13 @@ FUSED = 0.46, 0.6
 
 
 def step_seconds(
-    config: TrainConfig,
-    machine: Machine,
-    micro: MicroBatches,
-    kept: int,
-    width: int,
-    gradients: int,
-    *,
-    compiled: bool,
+    config: TrainConfig, machine: Machine, micro: MicroBatches, kept: int, width: int
 ) -> dict[str, float] | None:
     """Seconds of a step on each GPU by part, one after another; None if they are not known.
 
-    Reading, decoding and copying data, and the optimizer's step are not counted. Transfers between
-    GPUs are, as far as nothing is computed meanwhile. `kept`: micro-batches that are encoded once;
-    `width`: of the features; `gradients`: bytes of the weights' gradients.
+    Not counted are reading, decoding and copying data, the optimizer's step, and the averaging of
+    gradients, which the last backward pass hides. `kept`: micro-batches that are encoded once;
+    `width`: of the features.
     """
     speeds, one, count = machine.speeds, micro.mean, micro.count
     loss = loss_seconds(config, width, speeds, machine.count)
@@ -54,17 +47,15 @@ def step_seconds(
         return None
     once = 1 if count == 1 else kept
     encode, record, backward = (
-        work_seconds(work, speeds, compiled=compiled)
+        work_seconds(work, speeds, compiled=bool(config.torchcompile))
         for work in (one.encode, one.record, one.backward)
     )
-    # Gradients are averaged while the last micro-batch's backward pass runs.
-    averaging = max(0.0, _averaging(machine, gradients) - backward)
     return {
         "first pass": (count - once) * encode + once * record,
         "second pass": (count - once) * record,
         "backward pass": count * backward,
         "loss": loss,
-        "transfers": averaging + loss_transfers(config, width, machine, loss),
+        "transfers": loss_transfers(config, width, speeds, machine.count),
     }
 
 
@@ -81,10 +72,7 @@ def work_seconds(work: Work, speeds: Speeds, *, compiled: bool) -> float:
 def loss_seconds(
     config: TrainConfig, width: int, speeds: Speeds | None, ranks: int
 ) -> float | None:
-    """Seconds per step for the loss on such GPUs; None if they or the loss's work are not known.
-
-    Transfers are not counted.
-    """
+    """Seconds per step for the loss on such GPUs; None if they or the loss's work are not known."""
     if speeds is None or config.precision == "fp32" or is_reference(config.loss):
         return None
     widths = sum(config.matryoshka_dims) or width
@@ -93,32 +81,13 @@ def loss_seconds(
     return operations / ranks / speeds.products * (PER_OPERATION + PER_LOGIT / widths)
 
 
-def loss_transfers(config: TrainConfig, width: int, machine: Machine, loss: float) -> float:
-    """Seconds of the loss's transfers while nothing is computed, without latencies.
+def loss_transfers(config: TrainConfig, width: int, speeds: Speeds, ranks: int) -> float:
+    """Seconds of the loss's transfers that no computation hides, those of a round.
 
-    A rank gathers the columns of all others round by round, in both passes if there are several
-    rounds, and their gradients are summed in float32. Transfers of a round are hidden by the
-    computation of others. (Between hosts the library may form a grid of ranks, which moves less.)
+    A rank receives the features of the others, and later sums of gradients in float32. From other
+    hosts they come as fast, with a card of 400 Gbit/s for each of 8 GPUs, which share what comes.
     """
-    if machine.count == 1:
-        return 0.0
-    columns = -(-config.global_batch_size // machine.count) * (1 + config.hard_negatives)
-    columns *= 1 + (config.loss in ITSELF)
-    features = 2 * (sum(config.matryoshka_dims) or width)
-    at_once = round_rows(columns, machine.count * features)
-    passes = 1 if at_once >= columns else 2
-    received = (machine.count - 1) * columns * (passes * features + 2 * features)
-    seconds = received / _link(machine)
-    return max(seconds * at_once / columns, seconds - loss)
-
-
-def _averaging(machine: Machine, nbytes: int) -> float:
-    """Seconds of the all-reduce of gradients: a reduce-scatter and an all-gather."""
-    return 2 * (machine.count - 1) / machine.count * nbytes / _link(machine)
-
-
-def _link(machine: Machine) -> float:
-    """Bytes per second that a GPU receives in a collective: a host's GPUs share what comes in."""
-    speeds = machine.speeds or Speeds()
-    several = machine.count > machine.per_host
-    return min(speeds.nvlink, machine.per_host * speeds.network) if several else speeds.nvlink
+    columns = -(-config.global_batch_size // ranks) * (1 + config.hard_negatives)
+    features = 2 * (sum(config.matryoshka_dims) or width) * (1 + (config.loss in ITSELF))
+    received = 3 * features * (ranks - 1) * round_rows(columns, ranks * features)
+    return received / speeds.nvlink

@@ -7,7 +7,7 @@ alive, as an allocator would: one is freed with its last reference, including au
 
 from __future__ import annotations
 
-import re
+import operator
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,12 +44,6 @@ _TILE = 128
 #: Formulas by an operation's name. That of attention on the CPU, which torch lacks before 2.15, is
 #: that of the GPU's kernel.
 _FORMULAS = {str(packet): formula for packet, formula in flop_registry.items()}
-#: Names of operations with products. Those of a matrix and a vector take the time of reading the
-#: matrix, which counts.
-_PRODUCTS = re.compile(
-    r"(^|[._])(b?mm|addb?mm|baddbmm|matmul|(bi)?linear|attention|rnn"
-    r"|conv(olution)?|conv(_depthwise)?\dd)(_|$)"
-)
 
 
 class Work(NamedTuple):
@@ -69,10 +63,6 @@ class Work(NamedTuple):
     other_bytes: float = 0
     other_kernels: float = 0
 
-    def plus(self, other: Work, times: float = 1) -> Work:
-        """The sums with so many times another one's numbers."""
-        return Work(*(one + times * more for one, more in zip(self, other, strict=True)))
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -85,7 +75,6 @@ class MicroBatch:
         further: in a second graph, which shares autocast's casts of weights with the first.
         encode, record, backward: work of a forward pass without a graph, of one with, and of the
             backward pass.
-        feature_dtype: of the features.
     """
 
     forward: int
@@ -95,7 +84,6 @@ class MicroBatch:
     encode: Work
     record: Work
     backward: Work
-    feature_dtype: torch.dtype
 
     def compiled(self) -> MicroBatch:
         """With blocks that torch.compile makes; see `COMPILED_GRAPH`."""
@@ -160,7 +148,7 @@ def measure(
         return host
     try:
         with mock.patch.object(F, "scaled_dot_product_attention", _fused_attention):
-            there = _measure(module, sample, size, "cuda", precision, backward=False)
+            there = _measure(module, sample, size, "cuda", precision)
     except (RuntimeError, AssertionError):  # it uses the device itself, as checkpointing does
         return host
     peak = max(there.peak, there.kept + host.peak - host.kept)
@@ -168,12 +156,7 @@ def measure(
 
 
 def _measure(
-    module: nn.Module,
-    sample: Sample,
-    size: int,
-    device: str,
-    precision: str,
-    backward: bool = True,
+    module: nn.Module, sample: Sample, size: int, device: str, precision: str
 ) -> MicroBatch:
     place, locked = torch.device(device), locked_towers(module)
     with counted() as counter, _autocast(device, precision):
@@ -194,10 +177,8 @@ def _measure(
         inputs = sample.empty(size, place)
         before = counter.start()
         with torch.no_grad():
-            features = encode(inputs)
-        dtype = next(t.dtype for t in features if t.ndim == 2)
+            encode(inputs)
         forward, encoded = counter.peak - before, counter.work
-        del features
         torch.clear_autocast_cache()
         before = counter.start()
         outputs = encode(inputs, locked)
@@ -206,11 +187,11 @@ def _measure(
         further = counter.live - before - kept
         del another
         counter.start()
-        if backward:
+        if device == "cpu":
             wanted = [tensor for tensor in outputs if tensor.requires_grad]
             torch.autograd.backward(wanted, [torch.ones_like(tensor) for tensor in wanted])
         most = max(peak, counter.peak) - before
-        return MicroBatch(forward, kept, most, further, encoded, recorded, counter.work, dtype)
+        return MicroBatch(forward, kept, most, further, encoded, recorded, counter.work)
 
 
 def _fused_attention(
@@ -226,32 +207,17 @@ def _fused_attention(
     if torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    made: tuple[Tensor, ...]
-    if attn_mask is None:
-        made = torch_internals.flash_attention(query, key, value, dropout_p, is_causal)
-    else:
-        bias = attn_mask.to(query.dtype)
-        made = torch_internals.masked_attention(query, key, value, bias, True, dropout_p, is_causal)
-    return made[0]
+    bias = None if attn_mask is None else attn_mask.to(query.dtype)
+    return torch_internals.fused_attention(query, key, value, bias, True, dropout_p, is_causal)[0]
 
 
 @contextmanager
 def _autocast(device: str, precision: str) -> Iterator[None]:
-    """Autocast, also for a device that does not exist, which `torch.autocast` ignores."""
-    if precision not in AUTOCAST:
+    """Autocast, also for a device that does not exist, for which `torch.autocast` stays off."""
+    dtype = AUTOCAST.get(precision)
+    with torch.autocast(device, dtype, enabled=False):  # restores what was set
+        torch.set_autocast_enabled(device, dtype is not None)
         yield
-        return
-    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-    torch.set_autocast_enabled(device, True)
-    torch.set_autocast_dtype(device, AUTOCAST[precision])
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        if torch.autocast_decrement_nesting() == 0:
-            torch.clear_autocast_cache()
-        torch.set_autocast_enabled(device, before[0])
-        torch.set_autocast_dtype(device, before[1])
 
 
 # --- the counter ----------------------------------------------------------------------------------
@@ -288,7 +254,7 @@ class Counter(TorchDispatchMode):
     ) -> Any:
         results = function(*args, **(kwargs or {}))
         done = work_of(function, args, kwargs or {}, results)
-        self.work = self.work.plus(done)
+        self.work = Work(*map(operator.add, self.work, done))
         for result in tensors_in(results):
             self._count(result)
         self.peak = max(self.peak, self.live)
@@ -323,7 +289,7 @@ def work_of(overload: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resul
         return Work()
     nbytes = sum(read.values()) + sum(made.values())
     if name not in _FORMULAS:
-        if _PRODUCTS.search(name):
+        if name.endswith("mm") or "attention" in name:
             raise LookupError(f"torch {torch.__version__} has no formula for the work of {name}")
         return Work(other_bytes=nbytes, other_kernels=1)
     flops = int(_FORMULAS[name](*args, **kwargs, out_val=results))

@@ -1,7 +1,8 @@
 """Atomic checkpoints: complete or absent, whenever the process dies.
 
-A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors` and
-`state.json`; nothing in it is a pickle. It is written to a temporary folder next to its place,
+A checkpoint is a folder `step-00000123` with `model.safetensors`, `optimizer.safetensors`,
+`state.json` and the run's `config.toml`, by which it can be evaluated and exported as a run's
+folder. Nothing in it is a pickle. It is written to a temporary folder next to its place,
 flushed to the disk and renamed: a folder with the final name is complete. `state.json` also has the
 size and SHA-256 of the other two files, so that later damage is found before anything is loaded.
 
@@ -47,42 +48,45 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-class CheckpointError(UsageError):
-    """A checkpoint could not be written, or no existing one can be read."""
+class TrainingStopped(UsageError):
+    """Training cannot continue; earlier checkpoints remain valid."""
 
     exit_code = 1  # not a mistake in the command
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+def place(folder: Path, step: int) -> Path:
+    """The folder of a step's checkpoint in `folder` (RUN/checkpoints)."""
+    return folder / f"step-{step:08d}"
+
+
+def save(folder: Path, checkpoint: Checkpoint, *, keep: int) -> None:
     """Write a checkpoint into `folder` (RUN/checkpoints), then delete all but the newest `keep`.
 
-    Returns:
-        The checkpoint's own folder.
+    RUN has the `config.toml`.
 
     Raises:
-        CheckpointError: it could not be written (a full disk, say). The incomplete one is removed,
+        TrainingStopped: it could not be written (a full disk, say). The incomplete one is removed,
             earlier ones stay.
     """
-    place = folder / f"step-{checkpoint.state['step']:08d}"
     try:
-        with new_folder(place) as partial:
+        with new_folder(place(folder, checkpoint.state["step"])) as partial:
+            shutil.copyfile(folder.parent / "config.toml", partial / "config.toml")
             _write_files(partial, checkpoint)
         _flush_folder(folder)
     except (OSError, SafetensorError, UsageError) as error:
-        raise CheckpointError(
+        raise TrainingStopped(
             f"the checkpoint of step {checkpoint.state['step']} could not be written: "
             f"{one_line(error)}; earlier ones are intact"
         ) from error
     for old in _newest_first(folder)[keep:]:
         shutil.rmtree(old, ignore_errors=True)
-    return place
 
 
 def load_newest(folder: Path) -> Checkpoint | None:
     """Read the newest checkpoint, if there is one, and remove the incomplete ones of a killed run.
 
     Raises:
-        CheckpointError: it is damaged.
+        TrainingStopped: it is damaged.
     """
     for partial in folder.glob(".step-*.partial-*"):
         shutil.rmtree(partial, ignore_errors=True)
@@ -99,7 +103,7 @@ def load_newest(folder: Path) -> Checkpoint | None:
         model, optimizer = (load_file(newest / name) for name in _TENSOR_FILES)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         before = f"; delete it, and --resume continues from {older[0].name}" if older else ""
-        raise CheckpointError(f"{newest} is damaged: {one_line(error)}{before}") from error
+        raise TrainingStopped(f"{newest} is damaged: {one_line(error)}{before}") from error
     return Checkpoint(model, optimizer, state)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from megabatch.config.file import parse
 from megabatch.config.problems import problems
 from megabatch.errors import UsageError, all_of, checks_alone
@@ -20,7 +18,5 @@ def main(argv: list[str]) -> int:
         if reasons:
             raise UsageError(all_of(reasons))
     from megabatch.training.run import train  # imports torch, which --help does not need
-    from megabatch.training.world import command_again
 
-    again = argv if config.resume else [*argv, "--resume"]
-    return train(config, resume_command=command_again(again, os.environ))
+    return train(config)

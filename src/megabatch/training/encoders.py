@@ -29,10 +29,10 @@ class CachedStep:
             1 + k), each pair's own and then its negatives.
         micro_batch_size: rows that go through a tower at a time, the mean of texts by length.
         device: where micro-batches are copied to, the next one during computation on the current.
-        locked: the towers that are locked as a whole, at most one. Default: those of the module.
+        locked: the towers that are locked as a whole. Default: those of the module.
         lengths: of `Towers`, for the towers that are to encode texts in order of their lengths and
             without most of their padding; the others get batches as they are.
-        group, feature_dtype: see GradientCache.
+        options: of GradientCache: `group`, `feature_dtype`.
     """
 
     def __init__(
@@ -44,8 +44,7 @@ class CachedStep:
         device: torch.device,
         locked: frozenset[Tower] | None = None,
         lengths: Mapping[Tower, Lengths] | None = None,
-        group: Any = None,
-        feature_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         found = locked_towers(module) if locked is None else locked
         if "negatives" in getattr(objective, "takes", ()):
@@ -56,59 +55,28 @@ class CachedStep:
         self._objective = objective
         self._lengths = lengths or {}
         self._images: Any = None
-        if len(found) > 1:
-            raise ValueError("locked: expected at most one tower, got both")
         self.locked: Tower | None = next(iter(found), None)
-        if self.locked is None:
-            model = module
-        else:
-            model = OneTower(module, "text" if self.locked == "image" else "image")
-        self._cache = GradientCache(
-            model,
-            self._loss,
-            micro_batch_size,
-            group=group,
-            device=device,
-            feature_dtype=feature_dtype,
-        )
+        if self.locked is not None:
+            module = OneTower(module, "text" if self.locked == "image" else "image")
+        self.cache = GradientCache(module, self._loss, micro_batch_size, device=device, **options)
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
         """The loss, shape (). `ids`: (b,) if the objective takes them, else None."""
+        constants = {} if ids is None else {"ids": ids}
+        batches: dict[Tower, Any] = {"image": batch.images, "text": batch.texts}
         self._images = batch.images
         try:
-            return self._step(batch, ids)
+            if self.locked is not None:
+                features = self._locked_features(self.locked, batches.pop(self.locked))
+                constants[f"{self.locked}_features"] = features
+            return self.cache(*(self._sorted(*each) for each in batches.items()), **constants)
         finally:
             self._images = None  # the cache refers to `_loss`, and must not keep images alive
-
-    def keep(self, micro_batches: int) -> None:
-        """Encode this many micro-batches once, see `kept_micro_batches` of GradientCache."""
-        self._cache.kept_micro_batches = micro_batches
 
     def sorted_towers(self, batch: Batch) -> dict[str, SortedByLength]:
         """The batches of the towers that take them by length, by tower."""
         named: dict[Tower, Any] = {"image": batch.images, "text": batch.texts}
         return {tower: self._sorted(tower, named[tower]) for tower in self._lengths}
-
-    def longer_texts(self, batch: Batch) -> float:
-        """How many times as many tokens a micro-batch of another batch may have, at least 1.
-
-        Its texts are assumed to be similar, but one of them to have all tokens that the model
-        takes.
-        """
-        count = -(-len(batch) // self.micro_batch_size)
-        sorted_texts = self.sorted_towers(batch).values() if count else ()
-        return max((texts.longer(count) for texts in sorted_texts), default=1.0)
-
-    def _step(self, batch: Batch, ids: Tensor | None) -> Tensor:
-        named = {} if ids is None else {"ids": ids}
-        if self.locked is None:
-            images, texts = self._sorted("image", batch.images), self._sorted("text", batch.texts)
-            return self._cache(images, texts, **named)
-        frozen, trained = batch.images, self._sorted("text", batch.texts)
-        if self.locked == "text":
-            frozen, trained = batch.texts, self._sorted("image", batch.images)
-        features = self.locked_features(frozen)
-        return self._cache(trained, **{f"{self.locked}_features": features}, **named)
 
     def _sorted(self, tower: Tower, inputs: Any) -> Any:
         """A batch of texts for a tower that takes them without padding; others as they are."""
@@ -133,14 +101,12 @@ class CachedStep:
         return self._objective(**given)
 
     @torch.no_grad()
-    def locked_features(self, inputs: Any) -> Tensor:
+    def _locked_features(self, tower: Tower, inputs: Any) -> Tensor:
         """The locked tower's features of a whole batch, (b, d) on the device."""
-        assert self.locked is not None
-        tower, name = OneTower(self.module, self.locked), f"{self.locked}_features"
-        batches = {name: self._sorted(self.locked, inputs)}
-        feed = Feed("the locked tower", batches, device=self.device)
+        encode, name = OneTower(self.module, tower), f"{tower}_features"
+        feed = Feed("the locked tower", {name: self._sorted(tower, inputs)}, device=self.device)
         with contextlib.closing(feed(feed.divided(self.micro_batch_size))) as parts:
-            features = torch.cat([tower(part)[name] for part, _ in parts])
+            features = torch.cat([encode(part)[name] for part, _ in parts])
         _, texts = feed.sorted_by(name)
         return features if texts is None else texts.in_batch_order(features)
 

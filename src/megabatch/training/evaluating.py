@@ -1,17 +1,13 @@
-"""Evaluation at the end of a run and during it, by all ranks, and the best weights so far."""
+"""Evaluation at the end of a run and during it, by all ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from megabatch import files
 from megabatch.config.settings import TrainConfig
 from megabatch.data.fetch import random_state_kept
 from megabatch.errors import naming
@@ -29,14 +25,12 @@ def check(config: TrainConfig, first: str) -> None:
     """
     if config.val_data is None:
         return
-    with naming("--val-data"):
-        with named_extras():
-            importlib.import_module("megabatch.evaluation.run")
-            if config.val_data == "glyphs":
-                return
-        from megabatch.evaluation.captions import open_val_data, reading_of
+    with naming("--val-data"), named_extras():
+        importlib.import_module("megabatch.evaluation.run")
+        if config.val_data != "glyphs":
+            from megabatch.evaluation.captions import open_val_data
 
-        open_val_data(config.val_data, config.model, first, reading_of(vars(config)))
+            open_val_data(config.val_data, config.model, first, vars(config))
 
 
 def evaluate(
@@ -88,37 +82,10 @@ def figures(evaluation: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def keep_best(
-    run: Path, folder: Path, step: int, val_data: str | None, found: dict[str, float]
-) -> str:
-    """Copy an evaluated folder's weights to RUN/best if they are better than those there.
+def best_step(run: Path, val_data: str | None, figure: str) -> int:
+    """The step whose evaluation on this data has the highest figure, in RUN/validation.jsonl."""
+    from megabatch.evaluation.run_folder import read_metrics, validated_on
 
-    The first figure decides: recall@1 from images (or first texts) to texts, of the first task.
-    RUN/best is a run's folder of its own, with `config.toml`, `model.safetensors` and `best.json`:
-    the metric, `val_data`, the value and the step. If the process is killed between the last two
-    files, a resumed run repeats the step and completes them.
-
-    Args:
-        run: the run's folder. folder: has the weights of `step`.
-        val_data, found: the data of the evaluation, and its figures.
-
-    Returns:
-        The figure's name; "" if they are not better. Those of other data always give way.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    best = run / "best"
-    metric, value = next(iter(found.items()))
-    about = {"metric": metric, "val_data": val_data, "value": value, "step": step}
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or damaged
-        before = json.loads((best / "best.json").read_text(encoding="utf-8"))
-        same = (before["metric"], before["val_data"]) == (metric, val_data)
-        if same and value <= before["value"]:
-            return ""
-    best.mkdir(exist_ok=True)
-    for name in ("config.toml", "model.safetensors"):
-        with files.replacing(best / name) as partial:
-            shutil.copyfile(folder / name, partial)
-    files.write_text(best / "best.json", json.dumps(about, indent=1) + "\n")
-    return metric
+    records = read_metrics(run / "validation.jsonl")
+    same = [record for record in records if validated_on(record) == val_data]
+    return int(max(same, key=lambda record: record[figure])["step"])

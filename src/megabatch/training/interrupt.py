@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
-
-#: EX_TEMPFAIL of sysexits.h: run the same command again. No process that a signal kills, and no
-#: shell that reports one, exits with it, so it implies that there is a checkpoint.
-EX_TEMPFAIL = 75
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -47,15 +42,18 @@ def signals_recorded(*, announce: bool = False) -> Iterator[list[int]]:
 
 
 def exit_code(number: int) -> int:
-    """The exit code after a signal and a checkpoint: 130 after Ctrl-C, else 75."""
-    return 128 + signal.SIGINT if number == signal.SIGINT else EX_TEMPFAIL
+    """The exit code after a signal and a checkpoint: 130 after Ctrl-C, else 75 (EX_TEMPFAIL).
+
+    No process that a signal kills, and no shell that reports one, exits with 75, so it implies that
+    there is a checkpoint.
+    """
+    return 128 + signal.SIGINT if number == signal.SIGINT else os.EX_TEMPFAIL
 
 
 def _say_what_follows(number: int) -> None:
     line = "finishing this step and saving a checkpoint"
     if number == signal.SIGINT:
         line += "; Ctrl-C again ends the run at once, without one"
-    # The signal may have come while a print was writing to sys.stderr's buffer, which would raise
-    # an error; it has no descriptor in a notebook.
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.write(sys.stderr.fileno(), f"\n{signal.Signals(number).name}: {line}\n".encode())
+    # Not by `print`, which the signal may have interrupted.
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{signal.Signals(number).name}: {line}\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import psutil
 import torch
@@ -25,16 +26,11 @@ class Meter:
         self._now = time.perf_counter()
         self._since = seconds, waited
 
-    def data_came(self) -> None:
-        """Count the time since the last mark as waiting."""
-        before = self.seconds
-        self.mark()
-        self.waited += self.seconds - before
-
-    def mark(self) -> None:
-        """Count the time since the last mark as work."""
+    def mark(self, *, waited: bool = False) -> None:
+        """Count the time since the last mark, as waiting for data or as work."""
         before, self._now = self._now, time.perf_counter()
         self.seconds += self._now - before
+        self.waited += (self._now - before) * waited
 
     def leave_out(self) -> None:
         """Do not count the time since the last mark."""
@@ -76,10 +72,5 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: 9s, 2m 05s, 3h 07m."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m {whole % 60:02d}s"
-    return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    """Format seconds as 0:02:05."""
+    return str(timedelta(seconds=round(seconds)))

@@ -26,8 +26,8 @@ from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.training.encoders import CachedStep
 from megabatch.training.parallel import Layout
 
-#: The most pairs at a time until the size is known, if a first trial with `SAFE` shows no danger.
-FIRST, SAFE = 512, 64
+#: The most pairs at a time until the size is known.
+FIRST = 64
 #: A larger size is worth it if it is faster by this share; of equally fast ones the largest is.
 GAIN = 0.02
 #: Seconds that a trial may take.
@@ -141,7 +141,7 @@ class Division:
     """The division of a run's steps into micro-batches, the same on all ranks.
 
     The size is given, fixed or, if it is "auto" on a GPU, measured. Before that, two steps keep no
-    activations and have at most 512 pairs at a time: the first one creates the optimizer's state
+    activations and have at most 64 pairs at a time: the first one creates the optimizer's state
     and libraries' workspaces, and the second one's peak shows how much memory is left. With batch
     normalisation the size changes what is learnt, so "auto" is a fixed size.
 
@@ -173,31 +173,11 @@ class Division:
             *(config.trim_texts, config.activation_memory, config.micro_batch_size),
         ]
 
-    def before_step(self, trials: Trials) -> bool:
-        """Before the first step, take a size that is sure to fit; returns whether it is smaller.
-
-        All ranks call it before each step while something is to be measured.
-        """
-        world = self._layout.world
-        if not self.searches or self._steps or min(world.gather(trials.pairs)) == 0:
-            return False
-        rows, size = self.rows, min(self.rows, SAFE)
-        with without_a_trace(self._layout):
-            trial = self._agreed(trials, size)
-        left = min(world.gather(_usable(world.device))) / 2  # for the optimizer and the loss
-        while self.rows > size and trial.peak * self.rows / size > left:
-            self.rows = max(size, self.rows // 2)
-        return self.rows < rows
-
-    def after_step(self, trials: Trials, longer: float) -> bool:
-        """After the second step, measure; returns whether that was done.
+    def after_step(self, trials: Trials) -> bool:
+        """After the second step, measure, with its batch; returns whether that was done.
 
         All ranks call it after each step while something is to be measured. If one has no pairs,
         the next step measures.
-
-        Args:
-            trials: of the step's batch.
-            longer: how many times as many tokens a micro-batch of another batch may have.
         """
         world = self._layout.world
         self._steps += 1
@@ -208,13 +188,13 @@ class Division:
         peak = torch.cuda.max_memory_allocated(world.device)
         free, rows = _usable(world.device), self.rows
         with without_a_trace(self._layout):
-            first = self._agreed(trials, rows, longer)
-            own = (-free, peak, peak - first.peak / longer)
+            first = self._agreed(trials, rows)
+            own = (-free, peak, peak - first.peak / trials.longer)
             usable, peak, beside = map(max, zip(*world.gather(own), strict=True))
             room = Room(self._share, world.size, -usable, peak, beside, self._bound)
             tried = {rows: first}
             if self.searches:
-                tried = search(lambda size: self._agreed(trials, size, longer), rows, first, room)
+                tried = search(lambda size: self._agreed(trials, size), rows, first, room)
         self.rows, self.measures = room.fastest(tried), False
         self.kept = room.kept(self.rows, tried[self.rows])
         torch.cuda.reset_peak_memory_stats(world.device)
@@ -228,15 +208,11 @@ class Division:
 
     def less_memory(self) -> str:
         """What to say if memory runs out in a step."""
-        if self.kept:
-            kept = plural(self.kept, "micro-batch")
-            return (
-                f"out of memory with the activations of {kept} kept; continue with --resume and a "
-                "smaller --activation-memory (0 keeps none)"
-            )
+        kept = f" and {plural(self.kept, 'micro-batch')} kept" if self.kept else ""
         return (
-            f"out of memory with {plural(self.rows, 'pair')} at a time (a smaller "
-            "--micro-batch-size, --grad-checkpointing and --parallel fsdp need less)"
+            f"out of memory with {plural(self.rows, 'pair')} at a time{kept} (--resume with a "
+            "smaller --activation-memory or --micro-batch-size, --grad-checkpointing or --parallel "
+            "fsdp needs less)"
         )
 
     def state(self) -> dict[str, Any]:
@@ -250,7 +226,7 @@ class Division:
         if self.measures and all(self._layout.world.gather(same)):
             (self.rows, self.kept), self.measures = state["made"], False
 
-    def _agreed(self, trials: Trials, size: int, longer: float = 1.0) -> Trial:
+    def _agreed(self, trials: Trials, size: int) -> Trial:
         """A trial, with the largest measurements of all ranks."""
         world = self._layout.world
         try:
@@ -261,13 +237,13 @@ class Division:
                 "time; set --micro-batch-size to a smaller number"
             ) from error
         found = world.gather(astuple(own))
-        return Trial(*map(max, zip(*found, strict=True))).times(longer)
+        return Trial(*map(max, zip(*found, strict=True))).times(trials.longer)
 
 
 class Trials:
     """Runs micro-batches of a size through the towers, as both passes of a step do.
 
-    Their pairs are those of a batch, the texts sorted and cut as in a step.
+    Their `pairs` are those of a batch, the texts sorted and cut as in a step.
 
     Args:
         step: of the trainer, whose towers, lengths and device are used.
@@ -280,6 +256,17 @@ class Trials:
     ) -> None:
         self._step, self._batch, self._autocast = step, batch, autocast
         self.pairs = len(batch)
+
+    @property
+    def longer(self) -> float:
+        """How many times as many tokens a micro-batch of another batch may have, at least 1.
+
+        Its texts are assumed to be similar, but one of them to have all tokens that the model
+        takes.
+        """
+        count = -(-self.pairs // self._step.micro_batch_size)
+        texts = self._step.sorted_towers(self._batch).values() if count else ()
+        return max((each.longer(count) for each in texts), default=1.0)
 
     def __call__(self, size: int) -> Trial:
         """The measurements of a size; raises torch.OutOfMemoryError."""

@@ -47,42 +47,30 @@ def create_optimizer(module: nn.Module, config: TrainConfig) -> torch.optim.Opti
     return optim.Lion(groups, lr=lr, betas=betas)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of each group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
 def parameter_groups(module: nn.Module, config: TrainConfig) -> list[dict[str, Any]]:
-    """The trainable parameters, grouped by weight decay."""
-    gains, matrices = decay_groups(module)
-    return [
-        {"params": [*named.values()], "weight_decay": decay}
-        for named, decay in ((gains, 0.0), (matrices, config.wd))
-        if named
-    ]
-
-
-def decay_groups(module: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """The trainable parameters without and with weight decay, by name.
+    """The trainable parameters, grouped by weight decay, for an optimizer.
 
     As in OpenCLIP's trainer, parameters with fewer than two dimensions, and those whose names
     contain "bn", "ln", "bias" or "logit_scale", have no decay.
     """
-    gains: dict[str, nn.Parameter] = {}
-    matrices: dict[str, nn.Parameter] = {}
+    gains: list[nn.Parameter] = []
+    matrices: list[nn.Parameter] = []
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
             undecayed = any(part in name for part in ("bn", "ln", "bias", "logit_scale"))
-            (gains if parameter.ndim < 2 or undecayed else matrices)[name] = parameter
-    return gains, matrices
+            (gains if parameter.ndim < 2 or undecayed else matrices).append(parameter)
+    return [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((gains, 0.0), (matrices, config.wd))
+        if parameters
+    ]
 
 
 def state_tensors(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's full state as tensors by name.
 
     Keys are "parameter name/kind", for example "visual.proj/exp_avg", and "param_groups.0/kind" for
-    the state of a whole group. A plain number is a tensor of shape () whose key ends in ":number".
+    the state of a whole group. An int is a tensor of shape () whose key ends in ":number".
     """
     entries = {
         f"{name}/{kind}": value
@@ -125,10 +113,8 @@ def _as_tensor(key: str, value: Any) -> tuple[str, Tensor]:
     if isinstance(value, Tensor):
         return key, value
     if isinstance(value, int):
-        return f"{key}:number", torch.tensor(value, dtype=torch.int64)
-    if isinstance(value, float):
-        return f"{key}:number", torch.tensor(value, dtype=torch.float64)
-    raise TypeError(f"{key}: expected a tensor or a number, got {type(value).__name__}")
+        return f"{key}:number", torch.tensor(value)
+    raise TypeError(f"{key}: expected a tensor or an int, got {type(value).__name__}")
 
 
 def learning_rate(config: TrainConfig, step: int, total_steps: int) -> float:

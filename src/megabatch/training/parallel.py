@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -141,9 +140,3 @@ def _scalars_to_vectors(module: nn.Module) -> frozenset[str]:
 
 def _parameter(key: str) -> str:
     return key.split("/", 1)[0]
-
-
-def gradient_norm(parameters: list[nn.Parameter]) -> Tensor:
-    """The norm of the gradient over all parameters and shards, the same on every rank."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return full(torch.nn.utils.get_total_norm(gradients))

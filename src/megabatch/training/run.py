@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor
 
-from megabatch import files
 from megabatch.config.file import save_config
 from megabatch.config.settings import TrainConfig, activation_bytes
 from megabatch.data import Batch
@@ -25,18 +22,18 @@ from megabatch.planning import NoPlan, make_plan, print_plan, this_machine
 from megabatch.ranks import Gone
 from megabatch.terminal import plain_console
 from megabatch.training import checkpoint
-from megabatch.training.checkpoint import Checkpoint, load_newest
-from megabatch.training.evaluating import evaluate, figures, keep_best
+from megabatch.training.checkpoint import Checkpoint, TrainingStopped, load_newest
+from megabatch.training.evaluating import best_step, evaluate, figures
 from megabatch.training.interrupt import exit_code, signals_recorded
 from megabatch.training.log import Meter, Progress, duration, memory_bytes
-from megabatch.training.run_folder import own_folder
+from megabatch.training.run_folder import locked_file
 from megabatch.training.setup import Setup, data_for_plan, prepare
 from megabatch.training.trackers import Trackers
-from megabatch.training.trainer import Trainer, TrainingStopped
+from megabatch.training.trainer import Trainer
 from megabatch.training.world import World, joined
 
 
-def train(config: TrainConfig, *, resume_command: str = "the same with --resume") -> int:
+def train(config: TrainConfig) -> int:
     """Train as configured, into the folder `config.output`.
 
     If `torchrun` or `srun` started several processes, each of them calls this and they train
@@ -44,7 +41,6 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
 
     Args:
         config: the run's settings.
-        resume_command: the command to print after an interruption.
 
     Returns:
         0; or, after a signal on any rank and a checkpoint, 130 for SIGINT and 75 (EX_TEMPFAIL) for
@@ -52,7 +48,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
 
     Raises:
         UsageError: the configuration is invalid (nothing was started), or the run had to stop, such
-            as TrainingStopped, CheckpointError, OutOfMemory, Gone (another process).
+            as TrainingStopped, OutOfMemory, Gone (another process).
         SystemExit: on ranks other than 0, instead of an error that rank 0 raises.
     """
     with Trackers() as trackers, joined(config) as world, _told_once(world):
@@ -63,9 +59,8 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
         kept = 0
         if setup.config.plan != "off":
             kept = world.attempt(lambda: _plan(setup, console))
-        own = own_folder(setup.config) if world.main else contextlib.nullcontext()
-        with contextlib.ExitStack() as stack, _disk_told(setup.config.output):
-            world.attempt(lambda: stack.enter_context(own))
+        folder, own = setup.config.output, contextlib.nullcontext()
+        with _disk_told(folder), world.attempt(lambda: locked_file(folder) if world.main else own):
             run = Run(setup, console, trackers)
             if world.device.type == "cpu":
                 run.trainer.division.kept = min(world.gather(kept))
@@ -74,7 +69,7 @@ def train(config: TrainConfig, *, resume_command: str = "the same with --resume"
                 trackers.ended = "interrupted"
                 console.print(
                     f"interrupted after step {run.trainer.step:,} of {setup.total_steps:,}; "
-                    f"continue with: {resume_command}"
+                    "the same command with --resume continues"
                 )
                 return exit_code(received)
             run.finish()
@@ -100,6 +95,11 @@ def _disk_told(folder: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise TrainingStopped(f"{folder}: {reason}") from error
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether something that is done every so many steps, 0 for never, is due after `step`."""
+    return step > 0 and every > 0 and step % every == 0
 
 
 def _plan(setup: Setup, console: Console) -> int:
@@ -153,7 +153,6 @@ class Run:
         self._place = self.loader.state_dict()  # in the data, after the last step
         if self.world.main:
             save_config(self.config, self.folder / "config.toml")
-            shutil.rmtree(self.folder / "validation", ignore_errors=True)  # of a killed process
             if self.trainer.step < setup.total_steps:  # of a finished run that is extended
                 for name in ("model.safetensors", "model-ema.safetensors"):
                     (self.folder / name).unlink(missing_ok=True)
@@ -172,52 +171,37 @@ class Run:
     def _steps(self, signals: list[int]) -> int:
         trainer, config = self.trainer, self.config
         progress = Progress(self.console, trainer.total_steps, trainer.step)
-        self.meter.mark()
         batches, since = self._batches(), trainer.step
         while trainer.step < trainer.total_steps:
+            # A resumed run evaluates its first step again: it may have been killed in between.
+            if _due(trainer.step, config.val_frequency):
+                self._validate()
+            if _due(trainer.step, config.checkpoint_every):
+                self._save()
+            self.meter.mark()
             received, batch = self._next(batches, signals)
             if received:
                 return received
-            self.meter.data_came()
+            self.meter.mark(waited=True)
             values = trainer.train_step(batch)
             self.loader.count_damaged(batch)
             del batch  # the loader uses its memory again
             self._place = self.loader.state_dict()
             self.meter.mark()
-            last = trainer.step == trainer.total_steps
-            if last or trainer.step % config.log_every == 0:
+            if trainer.step == trainer.total_steps or trainer.step % config.log_every == 0:
                 pairs = (trainer.step - since) * config.global_batch_size
                 since = trainer.step
                 record = self._record(values | trainer.scale_values(), self.meter.lap(pairs))
                 self.trackers.step(record)
                 progress.update(trainer.step, record)
-            # Before the checkpoint: if the process is killed, the resumed run evaluates again. The
-            # last step's evaluation and checkpoint follow.
-            if config.val_frequency and trainer.step % config.val_frequency == 0 and not last:
-                self.meter.mark()
-                self._validate()
-                self.meter.leave_out()
-            if config.checkpoint_every and trainer.step % config.checkpoint_every == 0 and not last:
-                self._save()
-            self.meter.mark()
         return 0
 
     def _validate(self) -> None:
-        """Evaluate the weights of this step, from a folder like a finished run's."""
+        """Save a checkpoint and evaluate it; this counts as no time of training."""
         started, step = time.perf_counter(), self.trainer.step
-        folder = self.folder / "validation"
-        weights = self.trainer.weights()
-
-        def write() -> None:
-            folder.mkdir(exist_ok=True)
-            shutil.copyfile(self.folder / "config.toml", folder / "config.toml")
-            files.write_text(folder / "best.json", json.dumps({"step": step}))
-            checkpoint.save_tensors(weights, folder / "model.safetensors")
-
-        self._write(write)
-        found = figures(self._evaluate(folder))
-        if self.world.main:
-            shutil.rmtree(folder)
+        self._save()
+        found = figures(self._evaluate(checkpoint.place(self.folder / "checkpoints", step)))
+        if found:
             shown = ", ".join(
                 f"{name} {value:.2%}"
                 for name, value in found.items()
@@ -225,15 +209,16 @@ class Run:
             )
             seconds = duration(time.perf_counter() - started)
             self.console.print(f"step {step}: {shown} (evaluated in {seconds})")
+        self.meter.leave_out()
 
     def _evaluate(self, folder: Path) -> dict[str, Any]:
-        """Evaluate a folder's weights of this step, and keep them if they are the best so far."""
+        """Evaluate a folder's weights of this step, and name the step with the best ones so far."""
         config, step = self.config, self.trainer.step
         evaluation = evaluate(config, folder, step, self.world, self.console, self.trackers)
         if self.world.main and evaluation and config.val_frequency:
-            best = keep_best(self.folder, folder, step, config.val_data, figures(evaluation))
-            if best:
-                self.console.print(f"  the best {best} so far; weights: {self.folder / 'best'}")
+            figure = next(iter(figures(evaluation)))
+            best = best_step(self.folder, config.val_data, figure)
+            self.console.print(f"best {figure} so far: step {best}")
         return evaluation
 
     def _next(self, batches: Iterator[Batch], signals: list[int]) -> tuple[int, Batch]:
@@ -313,7 +298,7 @@ class Run:
         """Save a checkpoint, unless there is one of this step.
 
         Raises:
-            CheckpointError: on all ranks; it cannot be written.
+            TrainingStopped: on all ranks; it cannot be written.
         """
         if self._saved_step == self.trainer.step:
             return
@@ -361,14 +346,14 @@ class Run:
     def _announce(self) -> None:
         config, trainer, size = self.config, self.trainer, self.world.size
         millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
-        where = f"{size} x {trainer.device.type} ({config.parallel})"
+        several = f"{size} x {trainer.device.type} ({config.parallel})"
         at_first = " at first" if trainer.division.measures else ""
         self.console.print(
             f"{config.model} ({millions:.1f}M parameters) on "
             f"{plural(len(self.loader.dataset), 'pair')} of {config.train_data}: "
             f"{plural(trainer.total_steps, 'step')} of "
             f"{plural(config.global_batch_size, 'pair')}, {trainer.division.rows:,} at a "
-            f"time{at_first}, {config.precision} on {trainer.device if size == 1 else where}"
+            f"time{at_first}, {config.precision} on {trainer.device if size == 1 else several}"
         )
         data = self.loader.dataset
         # With known damage, before hours of training.

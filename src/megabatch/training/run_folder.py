@@ -2,49 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
-import os
-import socket
-import time
-from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
 
 from megabatch import files
 from megabatch.config.file import load_config, to_dict
 from megabatch.config.settings import MayChange, TrainConfig
-from megabatch.errors import UsageError, all_of
+from megabatch.errors import UsageError
 from megabatch.hints import option, settings_of
 
 
-@contextlib.contextmanager
-def own_folder(config: TrainConfig) -> Iterator[None]:
-    """Hold the lock of the run's folder, which the system releases when the process ends.
+def locked_file(folder: Path) -> TextIO:
+    """Open RUN/run.lock, and lock it for as long as it is open; UsageError if another process has.
 
-    The file `run.lock` remains and names its last holder. A file system without locks gets none.
-
-    Raises:
-        UsageError: another process has the lock, or the folder cannot be used for this run.
+    A file system without locks gets none.
     """
-    folder = config.output
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "run.lock").open("a+", encoding="utf-8") as file:
-        try:
-            # A lock of the process, not of the open file: data workers that outlive a killed
-            # process do not keep it.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            file.truncate(0)
-            since = time.strftime("%Y-%m-%d %H:%M:%S")
-            file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-            file.flush()
-        except (BlockingIOError, PermissionError):
-            file.seek(0)
-            holder = file.read().strip() or "another process"
-            raise UsageError(f"--output: {folder} is being written by {holder}") from None
-        except OSError:
-            pass
-        if reasons := folder_problems(config):  # again: it may have been used before the lock
-            raise UsageError(all_of(reasons))
-        yield
+    file = (folder / "run.lock").open("w")
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        raise UsageError(f"--output: {folder} is being written by another process") from None
+    except OSError:
+        pass
+    return file
 
 
 def folder_problems(config: TrainConfig) -> list[str]:
@@ -68,14 +50,10 @@ def _differences(config: TrainConfig) -> list[str]:
     now, before = to_dict(config), to_dict(own)
     settings = settings_of(TrainConfig)
     changed = [
-        f"{option(key)} was {_shown(before[key])}, is {_shown(now[key])}"
+        f"{option(key)} was {before[key]}, is {now[key]}"
         for key in now
         if now[key] != before[key] and settings[key].mark(MayChange) is None
     ]
     if not changed:
         return []
     return [f"--resume: {config.output} is a run with other settings: {', '.join(changed)}"]
-
-
-def _shown(value: object) -> str:
-    return "not set" if value is None else str(value)

@@ -15,10 +15,9 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -35,7 +34,6 @@ Ended = Literal["finished", "interrupted", "failed"]
 _METRICS, _VALIDATION = "metrics.jsonl", "validation.jsonl"
 _NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
 _PROJECT = "megabatch"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME has another
-_IDS = "trackers.json"  # in the run's folder: the run's id in each tracker
 
 
 class Tracker(Protocol):
@@ -52,12 +50,8 @@ class TensorBoard:
     """Event files in RUN/tensorboard; points after the resumed step are removed."""
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
-        folder = config.output / "tensorboard"
-        # TensorBoard reads files in the order of their names, which begin with the second. In the
-        # same one, the resumed run's might come first; then the other one removes its points.
-        while any(folder.glob(f"events.out.tfevents.{int(time.time()):010d}.*")):
-            time.sleep(0.02)
-        self._writer = SummaryWriter(str(folder), purge_step=resumed_step + 1)
+        folder = str(config.output / "tensorboard")
+        self._writer = SummaryWriter(folder, purge_step=resumed_step + 1)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
@@ -98,8 +92,8 @@ class WeightsAndBiases:
 class Mlflow:
     """A run of MLflow, at MLFLOW_TRACKING_URI or else in RUN/mlflow.db.
 
-    A thread sends the numbers, so that no step waits for a server. MLflow would show two points of
-    a step: steps that a resumed run repeats, with the same numbers, keep their first ones.
+    A thread sends the numbers, so that no step waits for a server. A step that a resumed run
+    repeats has two points, with the same numbers.
     """
 
     def __init__(self, config: TrainConfig, resumed_step: int) -> None:
@@ -109,8 +103,6 @@ class Mlflow:
         self._client = MlflowClient(tracking_uri=os.environ.get("MLFLOW_TRACKING_URI") or own)
         self._id = _own_id(config.output, "mlflow", lambda: self._create(config))
         self._client.update_run(self._id, "RUNNING")
-        known = self._client.get_run(self._id).data.to_proto().metrics  # each one's latest
-        self._steps = {metric.key: metric.step for metric in known}
         self._sender = ThreadPoolExecutor(1, "megabatch-mlflow")
         self._sent: deque[Future[Any]] = deque()
 
@@ -132,11 +124,7 @@ class Mlflow:
         while self._sent and self._sent[0].done():
             self._sent.popleft().result()
         now = int(time.time() * 1000)
-        metrics = [
-            Metric(name, value, now, step)
-            for name, value in zip(map(_mlflow_name, values), values.values(), strict=True)
-            if step > self._steps.get(name, -1)
-        ]
+        metrics = [Metric(_mlflow_name(name), values[name], now, step) for name in values]
         self._sent.append(self._sender.submit(self._client.log_batch, self._id, metrics=metrics))
 
     def close(self, ended: Ended) -> None:
@@ -186,7 +174,8 @@ class Trackers(AbstractContextManager["Trackers"]):
             if path.exists():
                 _truncate(path, resumed_step)
         for name in config.report_to:
-            self._attempt(name, partial(self._start, name, config, resumed_step))
+            with self._attempted(name):
+                self._open[name] = TRACKERS[name](config, resumed_step)
 
     def step(self, record: dict[str, Any]) -> None:
         """Log one step, if started; other processes see the record when this returns.
@@ -212,19 +201,18 @@ class Trackers(AbstractContextManager["Trackers"]):
         with (self._folder / name).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         for tracker in list(self._open):
-            add = self._open[tracker].scalars
-            self._attempt(tracker, partial(add, curves, record["step"]))
+            with self._attempted(tracker):
+                self._open[tracker].scalars(curves, record["step"])
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for name, tracker in list(self._open.items()):
-            self._attempt(name, partial(tracker.close, self.ended if kind is None else "failed"))
+            with self._attempted(name):
+                tracker.close(self.ended if kind is None else "failed")
 
-    def _start(self, name: str, config: TrainConfig, resumed_step: int) -> None:
-        self._open[name] = TRACKERS[name](config, resumed_step)
-
-    def _attempt(self, name: str, work: Callable[[], None]) -> None:
+    @contextlib.contextmanager
+    def _attempted(self, name: str) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:  # of whatever kind: it is no reason to stop training
             self._open.pop(name, None)
             self._warn(f"--report-to {name} failed, going on without it: {one_line(error, 200)}")
@@ -259,9 +247,7 @@ def _truncate(path: Path, last_step: int) -> None:
 
 def _own_id(folder: Path, tracker: str, create: Callable[[], str]) -> str:
     """The id of a run in a tracker, which stays the same when the run is resumed."""
-    path = folder / _IDS
-    ids = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    if tracker not in ids:
-        ids[tracker] = create()
-        files.write_text(path, json.dumps(ids, indent=1) + "\n")
-    return str(ids[tracker])
+    path = folder / f"{tracker}.id"
+    if not path.exists():
+        files.write_text(path, create())
+    return path.read_text(encoding="utf-8")

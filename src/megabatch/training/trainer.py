@@ -22,7 +22,7 @@ from megabatch.models.blocks import checkpoint_activations, compile_blocks
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower, locked_towers, set_modes
 from megabatch.torch_internals import is_compile_error
-from megabatch.training.checkpoint import Checkpoint
+from megabatch.training.checkpoint import Checkpoint, TrainingStopped
 from megabatch.training.ema import Ema
 from megabatch.training.encoders import CachedStep
 from megabatch.training.micro_batch import Division, Trials
@@ -30,20 +30,13 @@ from megabatch.training.optimizer import (
     create_optimizer,
     learning_rate,
     load_state_tensors,
-    set_learning_rate,
     state_tensors,
 )
-from megabatch.training.parallel import full, gradient_norm, lay_out
+from megabatch.training.parallel import full, lay_out
 from megabatch.training.world import World
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_SCALE = 2.0**-10  # of an fp16 loss; an overflow below it means infinity
-
-
-class TrainingStopped(UsageError):
-    """Training cannot continue; earlier checkpoints remain valid."""
-
-    exit_code = 1  # not a mistake in the command
 
 
 class Trainer:
@@ -116,12 +109,11 @@ class Trainer:
             OutOfMemory: memory runs out; the message says what takes less.
         """
         lr = learning_rate(self.config, self.step, self.total_steps)
-        set_learning_rate(self.optimizer, lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
         with self._explained():
-            if self.division.measures and self.division.before_step(self._trials(batch)):
-                self._step = self._divided()
             _seed_everything(self.config.seed, self.step, self.world.rank)
-            self._step.keep(self.division.kept)
+            self._step.cache.kept_micro_batches = self.division.kept
             loss, norm = self._gradients(batch)
         if not math.isfinite(loss) or not (math.isfinite(norm) or self.scaler.is_enabled()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -142,10 +134,9 @@ class Trainer:
         self.step += 1
         if self.ema is not None and math.isfinite(norm):
             self.ema.update(self.step)
-        if self.division.measures:
-            longer = self._step.longer_texts(batch)
-            if self.division.after_step(self._trials(batch), longer):
-                self._step = self._divided()
+        trials = Trials(self._step, batch, self._autocast)
+        if self.division.measures and self.division.after_step(trials):
+            self._step = self._divided()
         return _finite({"loss": loss, "lr": lr, "grad_norm": norm})
 
     def scale_values(self) -> dict[str, float]:
@@ -155,9 +146,7 @@ class Trainer:
     @property
     def logit_scale(self) -> nn.Parameter:
         """The parameter: the log of the scale."""
-        parameter = self.module.logit_scale
-        assert isinstance(parameter, nn.Parameter)
-        return parameter
+        return self.module.get_parameter("logit_scale")
 
     def checkpoint(self, **state: Any) -> Checkpoint:
         """A checkpoint of everything here, with further `state`; tensors are on rank 0 only."""
@@ -217,9 +206,6 @@ class Trainer:
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
 
-    def _trials(self, batch: Batch) -> Trials:
-        return Trials(self._step, batch, self._autocast)
-
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
@@ -261,7 +247,8 @@ class Trainer:
             self.layout.end_step()
             self.scaler.unscale_(self.optimizer)
             parameters = list(self.module.parameters())
-            norm = gradient_norm(parameters)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = full(torch.nn.utils.get_total_norm(gradients))  # over all shards, too
             if self.config.grad_clip_norm is not None:
                 limit = self.config.grad_clip_norm
                 torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)

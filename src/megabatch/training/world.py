@@ -8,9 +8,8 @@ environment. Status (a signal, a failure, a loss) is a few bytes that go from ho
 from __future__ import annotations
 
 import os
-import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -176,9 +175,3 @@ def place(environ: Mapping[str, str]) -> tuple[int, int, int]:
             f"environment: {', '.join(names)} must be whole numbers: {error}"
         ) from None
     return rank, size, local_rank
-
-
-def command_again(options: Sequence[str], environ: Mapping[str, str]) -> str:
-    """`megabatch train` with these options, and in how many processes it was started."""
-    command, size = shlex.join(["megabatch", "train", *options]), place(environ)[1]
-    return command if size == 1 else f"{command} (in {size} processes, started as before)"

@@ -18,11 +18,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megabatch.evaluation.retrieval import Right, place
+from megabatch.evaluation.retrieval import Right
 from megabatch.evaluation.run_folder import write_atomically
 from megabatch.evaluation.table import WAYS
 from megabatch.evaluation.tasks import Matched
-from megabatch.similarity import topk
 
 NAME = "report.json"
 _QUERIES, _ANSWERS = 12, 5  # shown in each direction; for each query
@@ -59,25 +58,22 @@ def _examples(
     answerable = right.counts.nonzero().squeeze(1)
     order = torch.randperm(len(answerable), generator=torch.Generator().manual_seed(0))
     drawn = answerable[order[:_QUERIES].to(answerable.device)]
-    above, equal, tied = place(queries[drawn], candidates, right.of(drawn))
-    ranks = 1 + above + (equal / (tied + 1)).ceil().long()
-    k = min(_ANSWERS, len(candidates))
-    top = topk(queries[drawn], candidates, k, group="local")
     examples = []
-    for position, rank, cosines, columns in zip(
-        *(numbers.tolist() for numbers in (drawn, ranks, *top)), strict=True
-    ):
-        found = [*zip(range(1, k + 1), columns, cosines, strict=True)]
-        rights = right.of_row(position)
-        is_right = {*rights.tolist()}
-        if is_right.isdisjoint(columns):
-            cosine, best = (candidates[rights] @ queries[position]).max(0)
-            found.append((rank, int(rights[best]), float(cosine)))
+    for position, cosines in zip(drawn.tolist(), queries[drawn] @ candidates.T, strict=True):
+        ranked = cosines.argsort(descending=True, stable=True)
+        is_right = torch.isin(ranked, right.of_row(position))
+        best = int(is_right.nonzero()[0])
+        shown = [*range(min(_ANSWERS, len(ranked))), *([best] if best >= _ANSWERS else [])]
         answers = [
-            {"rank": rank, "right": column in is_right, "cosine": cosine, **answer(task, column)}
-            for rank, column, cosine in found
+            {
+                "rank": place + 1,
+                "right": bool(is_right[place]),
+                "cosine": float(cosines[ranked[place]]),
+                **answer(task, int(ranked[place])),
+            }
+            for place in shown
         ]
-        examples.append({**query(task, position), "rank": rank, "answers": answers})
+        examples.append({**query(task, position), "rank": best + 1, "answers": answers})
     return examples
 
 
