@@ -42,13 +42,13 @@ hypothesis.settings.load_profile("fixed")
 @pytest.fixture(autouse=True)
 def _as_found() -> Iterator[None]:
     """A test leaves the process as it found it, so that their order does not matter."""
-    from tests.leftovers import State  # which imports Triton
+    from tests import process_state  # which imports Triton
 
-    before = State.now()
+    before = process_state.now()
     yield
-    left = State.now().differences(before)
+    left = process_state.differences(before)
     if left:
-        before.restore()
+        process_state.restore(before)
     assert not left, f"this test left behind: {left}"
 
 
@@ -64,7 +64,7 @@ def process_groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]
     """Groups of processes for the checks of all modules."""
     from tests.similarity.distributed.processes import Groups
 
-    groups = Groups(tmp_path_factory.mktemp("process-groups"))
+    groups = Groups(lambda: tmp_path_factory.mktemp("processes"))
     yield groups
     groups.end()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.concurrency import ROOT, uses_concurrency
+from tests.concurrency import uses_concurrency
 
 
 @pytest.mark.parametrize(
@@ -22,12 +22,10 @@ from tests.concurrency import ROOT, uses_concurrency
         ("import timeit\nx = 'time'\n", False),
     ],
 )
-def test_files_are_known_by_what_they_use(source: str, expected: bool, tmp_path: Path) -> None:
+def test_files_are_known_by_what_they_use(
+    source: str, expected: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     path = tmp_path / "test_something.py"
     path.write_text(source)
     assert uses_concurrency(path) is expected
-
-
-def test_the_marker_follows(request: pytest.FixtureRequest) -> None:
     assert request.node.get_closest_marker("concurrency") is not None  # by the words above
-    assert not uses_concurrency(ROOT / "tests/test_errors.py")

@@ -48,10 +48,6 @@ def test_the_loops_of_two_processes_learn_as_that_of_one(world: World) -> None:
     for wrapper in ("DistributedDataParallel", "fully_shard"):
         (loop,) = (code for code in loops if f"import {wrapper}" in code)
         assert loss_of(setup + loop + report).item() / 2 == pytest.approx(expected, abs=1e-4)
-
-
-@on_processes(2)
-def test_the_loop_of_the_page_learns_on_two_processes_as_on_one(world: World) -> None:
     code, *_ = blocks("docs/distributed.md", "python")
     with mock.patch.dict(os.environ, RANK="0", WORLD_SIZE="1"):
         expected = alone(code).item()

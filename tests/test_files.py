@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,21 +11,19 @@ import pytest
 from megabatch.files import folder_problem, replacing, write_text
 
 
-@pytest.fixture(params=[0o022, 0o027, 0o077])
-def umask(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = os.umask(request.param)
-    yield request.param
-    os.umask(before)
-
-
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
 def test_a_file_has_the_mode_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
-    with replacing(tmp_path / "file") as partial:
-        partial.write_text("new")
-        partial.chmod(0o600)  # as safetensors does
+    before = os.umask(umask)
+    try:
+        with replacing(tmp_path / "file") as partial:
+            partial.write_text("new")
+            partial.chmod(0o600)  # as safetensors does
+    finally:
+        os.umask(before)
     assert mode(tmp_path / "file") == 0o666 & ~umask
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import signal
 import subprocess
 import sys
 import time
@@ -19,15 +17,6 @@ import atexit, sys
 atexit.register(print, "at exit")
 print(__name__, sys.argv[1:])
 print("told", file=sys.stderr)
-"""
-
-WAITING = """
-import time
-try:
-    print("here", flush=True)
-    time.sleep(600)
-except KeyboardInterrupt:
-    print("there")
 """
 
 
@@ -56,28 +45,12 @@ def last(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def test_modules_and_the_environment() -> None:
-    found = run(["-m", "platform", "--terse"])
-    assert (found.returncode, found.stdout.strip()) == (0, platform.platform(terse=True))
-    words = ["-c", "import os; print(os.environ.get('HOME'), os.environ['ITS_OWN'])"]
-    assert run(words, {"ITS_OWN": "1"}).stdout == "None 1\n"
-
-
 def test_its_own_processes_are_of_its_group_and_started_as_in_any_program() -> None:
     code = (
         "import multiprocessing as m, os; print(m.get_start_method(), os.getpgid(0) == os.getpid())"
     )
     expected = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert run(["-c", code]).stdout.split() == [expected.split()[0], "True"]
-
-
-def test_ctrl_c() -> None:
-    program = Program(["-c", WAITING])
-    while "here\n" not in program.said()[0]:
-        assert program.poll() is None
-        time.sleep(0.01)
-    program.send_signal(signal.SIGINT)
-    assert program.communicate(60) == ("here\nthere\n", "")
 
 
 def test_one_that_hangs_is_killed_with_what_it_started() -> None:

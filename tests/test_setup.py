@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+import megabatch
+
 ROOT = Path(__file__).parents[1]
 TREES = ("benchmarks", "docs", "examples", "src", "tests", "tools")
 
@@ -113,4 +115,4 @@ def test_relative_links(repository: str | None, shown: str) -> None:
 def test_versions_agree(wheel: zipfile.ZipFile) -> None:
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.M)
     assert cited is not None
-    assert cited[1] == metadata(wheel)["Version"]
+    assert cited[1] == metadata(wheel)["Version"] == megabatch.__version__

@@ -15,8 +15,7 @@ from open_clip_train.train import train_one_epoch
 from torch import Tensor
 
 from machinery.definitions import captions, tokenized
-from megabatch.config.problems import problems
-from megabatch.config.settings import TrainConfig
+from megabatch.config.settings import TrainConfig, problems
 from megabatch.data import Batch
 from megabatch.data.collect import Memory
 from megabatch.models import Towers, create

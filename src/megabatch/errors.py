@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import traceback
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -37,6 +38,23 @@ def naming(option: str) -> Iterator[None]:
         if isinstance(error, ImportError) or str(error).startswith("--"):
             raise
         raise UsageError(f"{option}: {error}") from error
+
+
+@contextlib.contextmanager
+def as_usage_error(label: str) -> Iterator[None]:
+    """Turn an error of a library or of the user's code into a UsageError: one line with its place.
+
+    label: how the line begins. A UsageError stays as it is.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"({frame.filename}, line {frame.lineno})"
+        kind, reason = type(error).__name__, one_line(error, 400)
+        raise UsageError(f"{label}: {kind}: {reason} {place}") from error
 
 
 def checks_alone() -> bool:

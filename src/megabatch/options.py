@@ -1,105 +1,99 @@
-"""Command-line options from dataclasses: a field is an option, its docstring the help."""
+"""Command-line options from dataclasses: a field is an option, its docstring the help.
+
+argparse splits the words of a command line. Pydantic, whose dataclasses these are, converts and
+checks the values, wherever they come from: a command line, a file or a call from Python.
+"""
 
 from __future__ import annotations
 
 import argparse
-import ast
-import contextlib
-import difflib
 import inspect
+import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
-from megabatch.errors import UsageError, all_of
-from megabatch.hints import Positional, Setting, option, settings_of, shown
+from pydantic import ConfigDict, ValidationError
+from pydantic.fields import FieldInfo
+
+from megabatch.errors import UsageError, all_of, did_you_mean
 
 T = TypeVar("T")
 
-_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
+#: Of each dataclass of options: `@dataclass(frozen=True, config=CONFIG)`.
+CONFIG = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False, extra="forbid")
+
+_METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH", str: "TEXT"}
 
 
-@dataclass
-class Parser:
-    """Parses the options of one command.
-
-    Args:
-        classes: dataclasses whose fields are the options; a bool is `--name` and `--no-name`.
-        prog, description: for the help; without a description there is none.
-        elsewhere: options of other programs, each with its replacement.
-        common: fields that `--help` lists, while `--help-all` lists all; none: both list all.
-    """
-
-    classes: tuple[type, ...]
-    prog: str
-    description: str
-    elsewhere: Mapping[str, str] = field(default_factory=dict)
-    common: Collection[str] = ()
-
-    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
-        """The values of the options that were given, by field.
-
-        Raises:
-            UsageError: an option does not exist, has an invalid value or is missing.
-            SystemExit: after `--help`, which is printed.
-        """
-        settings = {name: one for cls in self.classes for name, one in settings_of(cls).items()}
-        given, unknown = self._parser(settings, argv).parse_known_args(argv)
-        if unknown:
-            raise UsageError(all_of(self._not_known(unknown, settings)))
-        return {k: tuple(v) if settings[k].many else v for k, v in vars(given).items()}
-
-    def _parser(
-        self, settings: Mapping[str, Setting], argv: Sequence[str]
-    ) -> argparse.ArgumentParser:
-        """argparse's parser, with the help that is asked for, if any."""
-        parser = _Arguments(
-            prog=self.prog,
-            usage=f"{self.prog} [OPTIONS]",
-            description=self.description,
-            formatter_class=_Help,
-            argument_default=argparse.SUPPRESS,
-            allow_abbrev=False,
-            add_help=bool(self.description),
-        )
-        if self.common:
-            about = f"show all {len(settings)} options and exit"
-            parser.add_argument("--help-all", action="help", help=about)
-        helped = {"-h", "--help", "--help-all"} & {*argv}
-        short = self.common and "--help-all" not in argv
-        texts = {k: v for cls in self.classes * bool(helped) for k, v in option_texts(cls).items()}
-        for name, setting in settings.items():
-            hidden = short and name not in self.common
-            _add(parser, setting, None if hidden else texts.get(name, ""))
-        return parser
-
-    def _not_known(self, words: Sequence[str], settings: Collection[str]) -> list[str]:
-        """The reasons why words are no options, with what to use instead."""
-        reasons = []
-        for name in (word.partition("=")[0] for word in words if word.startswith("-")):
-            # A misspelt option of another program means that one: `--batchsize`.
-            known = [*map(option, settings), *self.elsewhere]
-            close = next(iter(difflib.get_close_matches(name, known, n=1)), "")
-            meant = f"did you mean {close}?" if close else f"see {self.prog} --help"
-            reasons.append(f"{name}: no such option; {self.elsewhere.get(close, meant)}")
-        return reasons or [f"{words[0]!r}: not expected; options begin with --"]
-
-
-def parse(cls: Callable[..., T], argv: Sequence[str], *, prog: str) -> T:
+def parse(cls: type[T], argv: Sequence[str], *, prog: str, positional: str = "") -> T:
     """Parse a command's options into an instance of the dataclass that declares them.
 
-    Its docstring is the command's description.
+    Its docstring is the command's description. `positional` names the field that is no option.
 
     Raises:
-        UsageError, SystemExit: as `Parser.parse`.
+        UsageError: an option does not exist, has an invalid value or is missing.
+        SystemExit: after `--help`, which is printed.
     """
-    assert isinstance(cls, type)
-    return cls(**Parser((cls,), prog, inspect.getdoc(cls) or "").parse(argv))
+    return make(cls, read_words((cls,), argv, prog, inspect.getdoc(cls) or "", positional))
 
 
-class _Arguments(argparse.ArgumentParser):
+def make(cls: type[T], values: Mapping[str, Any]) -> T:
+    """An instance of a dataclass from values, or from words that are converted to them.
+
+    Raises:
+        UsageError: values are invalid; it has the option, what came and what was expected of each.
+    """
+    try:
+        return cls(**values)
+    except ValidationError as error:
+        expected: dict[str, list[str]] = {}  # a union has one error for each of its types
+        for one in error.errors():
+            name, value = option(str(one["loc"][0])), one["input"]
+            text = one["msg"].replace("Input should be", "expected").removeprefix("Value error, ")
+            text += did_you_mean(str(value), re.findall("'([^']+)'", text))
+            if one["type"] == "unexpected_keyword_argument":
+                text = _no_such_option(name, cls)
+            expected.setdefault(f"{name} {value}", []).append(text)
+        reasons = [f"{setting}: {' or '.join(texts)}" for setting, texts in expected.items()]
+        raise UsageError(all_of(reasons)) from None
+
+
+def read_words(
+    classes: Iterable[Any], argv: Sequence[str], prog: str, description: str, positional: str = ""
+) -> dict[str, Any]:
+    """The options that were given, by field: words, lists of words, booleans, or None for "None".
+
+    Raises:
+        UsageError: an option does not exist, has no value or is missing.
+        SystemExit: after `--help`, which is printed.
+    """
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} [OPTIONS]",
+        description=description,
+        formatter_class=_Help,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for cls in classes:
+        for name, field in cls.__pydantic_fields__.items():
+            _add(parser, name if name == positional else option(name), field)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+        reasons = [f"{name}: {_no_such_option(name, *classes)}" for name in names]
+        raise UsageError(all_of(reasons or [f"{unknown[0]!r}: not expected"]))
+    return vars(given)
+
+
+def _no_such_option(name: str, *classes: Any) -> str:
+    known = [option(field) for cls in classes for field in cls.__pydantic_fields__]
+    return f"no such option{did_you_mean(name, known, most=2) or '; --help lists all'}"
+
+
+class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
 
@@ -116,59 +110,55 @@ class _Help(argparse.HelpFormatter):
         return "\n\n".join("\n".join(self._split_lines(part, width)) for part in parts)
 
 
-def _add(parser: argparse.ArgumentParser, setting: Setting, text: str | None) -> None:
-    """Add an option to a parser; without a text the help does not list it."""
-    required, first = setting.default is MISSING, setting.kinds[0]
-    more: dict[str, Any] = {"help": argparse.SUPPRESS if text is None else _help(setting, text)}
-    name = option(setting.name)
-    if setting.kinds == (bool,):
-        action = parser.add_argument(name, action=argparse.BooleanOptionalAction, **more)
-        action.help = more["help"]  # to which Python 3.10 adds the default
+def _add(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
+    """Add a field to a parser, as an option if its name begins with dashes."""
+    types, required = list(_types(field.annotation)), field.is_required()
+    text, default = field.description or "", field.get_default()
+    if not required and default not in (None, False, "", ()):
+        shown = " ".join(default) if isinstance(default, tuple) else default
+        text += f" (default: {'on' if shown is True else shown})"
+    text = text.replace("%", "%%")
+    if bool in types:
+        action = parser.add_argument(name, action=argparse.BooleanOptionalAction)
+        action.help = text  # afterwards, as Python 3.10 adds the default
         return
-    if setting.many:
+    words = ",".join(one for one in types if isinstance(one, str))
+    metavar = next((_METAVARS[one] for one in types if one in _METAVARS), f"{{{words}}}")
+    more: dict[str, Any] = {"metavar": metavar, "required": required}
+    if not name.startswith("--"):
+        more = {"metavar": name.upper(), "nargs": None if required else "?"}
+    if any(get_origin(one) is tuple for one in types):
         more["nargs"] = "+" if required else "*"
-    if positional := setting.mark(Positional):
-        more = {"nargs": None if required else "?", "metavar": positional.metavar, **more}
-        parser.add_argument(setting.name, type=_reader(setting, positional.metavar), **more)
-    else:
-        words = "{" + ",".join(setting.words) + "}" if isinstance(first, str) else "TEXT"
-        more |= {"required": required, "metavar": _METAVARS.get(first, words)}
-        parser.add_argument(name, type=_reader(setting, name), **more)
+    parser.add_argument(name, help=text, type=_word, **more)
 
 
-def _reader(setting: Setting, name: str) -> Callable[[str], Any]:
-    """A function that reads a value, or an item of a list; "None" is None if that is allowed."""
-    number = setting.kinds[0] if setting.kinds[0] in _METAVARS else str
-
-    def read(word: str) -> Any:
-        if word is argparse.SUPPRESS:  # the default of a positional argument
-            return word
-        if setting.optional and word == "None":
-            return None
-        value: Any = word
-        if word:  # as an empty variable is no path: Path("") is the working directory
-            with contextlib.suppress(ValueError):
-                value = number(word)
-        if expected := setting.problem((value,) if setting.many else value):
-            raise UsageError(f"{name} {word}: expected {expected}")
-        return value
-
-    return read
+def _types(hint: Any) -> Iterator[Any]:
+    """A type with all that it consists of: `tuple[int, ...]` and `int`, words of a Literal."""
+    yield hint
+    for part in get_args(hint):
+        yield from _types(part)
 
 
-def _help(setting: Setting, text: str) -> str:
-    """The text of an option's help: its docstring, computed texts, and the default."""
-    parts = [text, *(mark for mark in setting.marks if isinstance(mark, str))]
-    if setting.default not in (MISSING, None, False, "", ()):
-        parts.append(f"(default: {'on' if setting.default is True else shown(setting.default)})")
-    return " ".join(parts).replace("%", "%%")
+def _word(text: str) -> str | None:
+    if not text:  # as of an empty variable: Path("") is the working directory
+        raise argparse.ArgumentTypeError("expected a value, got an empty one")
+    return None if text == "None" else text
 
 
-def option_texts(cls: type) -> dict[str, str]:
-    """The docstring below each field."""
-    tree: Any = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    found = {}
-    for statement, below in zip(tree.body[0].body, tree.body[0].body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(below, ast.Expr):
-            found[ast.unparse(statement.target)] = ast.literal_eval(below.value)
-    return found
+def option(name: str) -> str:
+    """A setting's name as an option: `--global-batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
+def is_reference(value: object) -> bool:
+    """Whether a value has the form `module:name`; `hf:FOLDER` names a folder."""
+    pattern = r"(?!hf:)[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*"
+    return isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+def parse_bytes(size: object) -> int:
+    """The bytes of a size such as 20GiB, 80G or 1.5M, in powers of 1024, or of their number."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:iB)?", str(size))
+    if match is None:
+        raise ValueError("expected a size such as 20GiB")
+    return int(float(match[1]) * 1024 ** " KMGT".find(match[2]))

@@ -113,9 +113,9 @@ def test_a_record_has_a_hash_of_each_package_that_it_measured(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--batch-size 0", "--batch-size 0: expected at least 1"),
+        ("--batch-size 0", "--batch-size 0: expected greater than 0"),
         ("--batch-size", "--batch-size: expected at least one"),
-        ("--scale nan", "--scale nan: expected a number above 0"),
+        ("--scale nan", "--scale nan: expected a finite number"),
         ("--contenders dnse", "--contenders dnse: expected some of megabatch,"),
         ("--contenders dense dense", "--contenders dense: given 2 times"),
         ("--contenders dense-compiled", "--contenders dense-compiled: needs --device cuda"),

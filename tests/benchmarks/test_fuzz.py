@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,43 +14,32 @@ from typing import Any
 import pytest
 import torch
 
+import fuzz
+from fuzzing import check, groups
+from fuzzing.calls import CALLS
+from fuzzing.cases import draw
+from tests.process_state import changed
 from tests.server import start_server
 
-SCRIPTS = Path(__file__).parents[2] / "benchmarks"
 DTYPES = ("float64",)
 
 
-@pytest.fixture(autouse=True)
-def _scripts_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-
 def outcomes(cases: list[Any]) -> list[str]:
-    from fuzzing.groups import run
-
-    return [outcome for _, outcome in run(cases, "cpu")]
+    return [outcome for _, outcome in groups.run(cases, "cpu")]
 
 
 def some(number: int, wanted: Callable[[Any], bool]) -> list[Any]:
-    from fuzzing.cases import draw
-
     found = (draw(1, index, DTYPES, 3) for index in range(5000))
     return [case for case in found if wanted(case)][:number]
 
 
 def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/losses/test_random_calls.py has more, and tests/similarity/distributed/test_fuzz.py."""
-    import fuzz
-    from fuzzing.calls import CALLS
-
     output = tmp_path / "fuzz.json"
     words = ["fuzz.py", "--cases=30", "--ranks=1", f"--output={output}"]
     monkeypatch.setattr(sys, "argv", words)
-    threads = torch.get_num_threads()
-    try:
+    with changed("threads", torch.get_num_threads()):
         assert fuzz.main() == 0
-    finally:
-        torch.set_num_threads(threads)
     content = json.loads(output.read_text())
     assert content["command"] == "python fuzz.py --cases=30 --ranks=1 --output=fuzz.json"
     assert {"date", "machine", "versions", "sources"} <= set(content)
@@ -64,10 +53,6 @@ def test_a_short_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_failure_is_recorded_with_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import fuzz
-    from fuzzing import check
-    from fuzzing.cases import draw
-
     (case,) = some(1, lambda case: case["call"] == "siglip" and case["ranks"] == 1)
     monkeypatch.setitem(check.TRUTHS, "siglip", lambda case, given, product: [torch.ones(())])
     output = tmp_path / "fuzz.json"
@@ -87,9 +72,6 @@ def attempt_but_4(case: Any, rank: int, device: str) -> tuple[str, bool]:
 
 
 def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuzzing import groups
-    from fuzzing.cases import draw
-
     start_server()
     cases = [draw(1, index, DTYPES, 1) for index in range(20)]
     found = [*groups.run_in_processes(cases, "cpu", 2)]
@@ -103,58 +85,31 @@ def test_processes_share_the_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_low_precisions_on_the_cpu() -> None:
-    from fuzzing.cases import draw
-
     dtypes = ("bfloat16", "float16", "float32")
     assert set(outcomes([draw(2, index, dtypes, 1) for index in range(60)])) <= {"", "undecided"}
 
 
 def test_a_case_is_the_same_again_and_covers_all_options() -> None:
-    from fuzzing.cases import draw
-
     assert draw(3, 17, DTYPES, 3) == draw(3, 17, DTYPES, 3) != draw(4, 17, DTYPES, 3)
-    drawn = [draw(3, index, DTYPES, 3) for index in range(2000)]
+    drawn = [draw(3, index, DTYPES, 3) for index in range(3000)]
     assert json.loads(json.dumps(drawn)) == drawn
-    seen = Counter(
-        what
-        for case in drawn
-        for what in (
-            f"{case['ranks']} ranks",
-            *(f"{case['call']}: {name}={value}" for name, value in case["options"].items()),
-            *(f"{made['layout']}, {made['frozen']}" for made in case["features"].values()),
-            *(f"is {made['is'] is not None}" for made in case["features"].values()),
-            *(f"{size} rows of {case['ranks']}" for size in case["rows"] if size < 2),
-        )
-    )
-    for what in (
-        "3 ranks",
-        "clip: duplicates=ignored",
-        "infonce: negatives=own",
-        "infonce: margin=0.0",
-        "infonce: same_tower=['query', 'positive']",
-        "infonce: share_negatives=True",
-        "infonce: hardness_mode=hard_negatives",
-        "infonce: reverse=separate",
-        "infonce: tau_plus=0.5",
-        "infonce: label_smoothing=0.05",
-        "ntxent: tau_plus=0.05",
-        "dcl: sigma=0.5",
-        "supcon: references=True",
-        "split_logsumexp: positives=paired",
-        "split_logsumexp: margin=0.5",
-        "one row, False",
-        "transposed, True",
-        "is True",
-        "0 rows of 3",
-        "1 rows of 1",
-    ):
-        assert seen[what] >= 5, what
+    seen: dict[str, Counter[str]] = defaultdict(Counter)
+    for case in drawn:
+        seen["ranks"][case["ranks"]] += 1
+        for size in case["rows"]:
+            seen["rows"][f"{min(size, 2)} of {case['ranks']}"] += 1
+        for made in case["features"].values():
+            seen["features"][f"{made['layout']}, {made['frozen']}, {made['is'] is None}"] += 1
+        for name, value in case["options"].items():
+            seen[f"{case['call']}: {name}"][str(value)] += 1
+    assert len(seen) > 30
+    for name, values in seen.items():
+        assert len(values) > 1, name
+        assert len(values) > 20 or min(values.values()) >= 3, (name, values)
 
 
 @pytest.mark.parametrize("name", ["clip", "supcon", "logsumexp", "softplus_sum", "ranks"])
 def test_a_wrong_value_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuzzing import check
-
     cases = some(4, lambda case: case["call"] == name and case["ranks"] == 1)
     cases = [case for case in cases if min(case["rows"] + case["columns"]) > 3]
     assert set(outcomes(cases)) == {""}
@@ -169,8 +124,6 @@ def test_a_wrong_value_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("leaf", ["x", "y", "scale"])
 def test_a_wrong_gradient_is_seen(leaf: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fuzzing import check
-
     (case,) = some(
         1,
         lambda case: (
@@ -213,12 +166,10 @@ def test_a_wrong_gradient_is_seen(leaf: str, monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_what_ranks_tell(answers: list[Any], expected: tuple[str, bool]) -> None:
-    from fuzzing.groups import ask
-
     pipes = [multiprocessing.Pipe() for _ in answers]
     for answer, (_, theirs) in zip(answers, pipes, strict=True):
         theirs.send(answer) if answer else theirs.close()
-    assert ask([ours for ours, _ in pipes], {"index": 0}) == expected
+    assert groups.ask([ours for ours, _ in pipes], {"index": 0}) == expected
 
 
 @pytest.mark.concurrency

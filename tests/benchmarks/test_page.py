@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import page  # noqa: E402 - needs the path
+import page
 
 
 @pytest.fixture(scope="module")

@@ -17,14 +17,18 @@ from tests.benchmarks.study_files import write_icons
 from tests.benchmarks.test_scripts import SCRIPTS, run
 from tests.similarity.distributed.processes import on_processes
 
-SMALL = "--batch-size=32", "--micro-batches=2", "--steps=2", "--precision=fp32"
+
+def words_of(icons: Path) -> list[str]:
+    """Options of a small run, on icons that are written to this folder."""
+    write_icons(icons, 64, 8)
+    data = f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"
+    return ["--batch-size=32", "--micro-batches=2", "--steps=2", "--precision=fp32", *data]
 
 
 def test_ways_agree_and_a_call_adds_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    icons, output = write_icons(tmp_path / "icons", 64, 8), tmp_path / "same.json"
-    words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
+    words, output = words_of(tmp_path / "icons"), tmp_path / "same.json"
     same_accuracy.main([*words, f"--output={output}", "--seeds=1"])
     shown = capsys.readouterr().out
     same_accuracy.main([*words, f"--output={output}", "--seeds=2"])
@@ -45,8 +49,7 @@ def test_ways_agree_and_a_call_adds_what_is_missing(
 
 
 def test_no_run_begins_after_the_budget(tmp_path: Path) -> None:
-    icons, output = write_icons(tmp_path / "icons", 64, 8), tmp_path / "same.json"
-    words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
+    words, output = words_of(tmp_path / "icons"), tmp_path / "same.json"
     same_accuracy.main([*words, f"--output={output}", "--budget-seconds=1e-9"])
     assert not output.exists()
 
@@ -70,10 +73,8 @@ def test_the_record_has_the_same_figures_in_all_cases() -> None:
 def test_two_ranks_agree_with_one(world: Any) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        icons = write_icons(folder / "icons", 64, 8)
-        words = [*SMALL, f"--train-data={icons / 'train'}", f"--val-data={icons / 'test'}"]
-        options = same_accuracy._options(words)
-        tests = {"test": open_pairs(str(icons / "test"))}
+        options = same_accuracy._options(words_of(folder / "icons"))
+        tests = {"test": open_pairs(str(folder / "icons" / "test"))}
         losses = {}
         for contender in same_accuracy.CONTENDERS:
             together = World(torch.device(world.device), world.rank, 2)

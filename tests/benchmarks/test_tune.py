@@ -10,6 +10,7 @@ import torch
 
 import tune
 from megabatch.similarity.triton.configs import Config
+from tests.process_state import changed
 
 OPTIONS = {field: tune.VALUES["forward"][field] for field in ("rows", "group", "stages")}
 GOAL = Config(rows=8, group=2, stages=4)
@@ -87,9 +88,6 @@ def test_without_a_gpu_there_is_nothing_to_tune() -> None:
 
 @pytest.mark.gpu
 def test_a_few_launches_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
+    with changed("precision", torch.get_float32_matmul_precision()):
         tune.main(["--width=256", "--rows=4096", "--budget-seconds=5"])
-    finally:
-        torch.set_float32_matmul_precision(before)
     assert capsys.readouterr().out.count("times as fast as before") == 2

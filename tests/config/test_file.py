@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabatch.cli import main
-from megabatch.config.file import packaged, parse
-from megabatch.config.problems import problems
+from megabatch.config.file import parse
+from megabatch.config.settings import problems
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, load_config, save_config
 from megabatch.training.setup import weight_notes
@@ -20,7 +20,6 @@ from tests.training.conftest import MakeConfig
 from tests.training.runs import weights
 
 texts = st.text(st.characters(codec="utf-8"))
-positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_nan=False)
 
 
 @settings(max_examples=25)
@@ -31,14 +30,11 @@ positive = st.floats(min_value=0, exclude_min=True, allow_infinity=False, allow_
         train_data=texts,
         output=st.just(Path('a "b" \\ ü/run')),
         pretrained=st.none() | st.just(Path("w.safetensors")),
-        csv_separator=st.none() | texts,
         global_batch_size=st.integers(1, 2**40),
         steps=st.none() | st.integers(1, 10**9),
-        lr=positive,
-        eps=positive,
+        lr=st.floats(0, 1e300, exclude_min=True),
         init_logit_bias=st.none() | st.floats(-1e9, 1e9),
         precision=st.sampled_from(["fp32", "bf16", "fp16"]),
-        trim_texts=st.booleans(),
         torchcompile=st.none() | st.booleans(),
         matryoshka_dims=st.lists(st.integers(1)).map(tuple),
     )
@@ -47,18 +43,12 @@ def test_what_is_saved_is_what_is_read(
     config: TrainConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("toml") / "config.toml"
-    save_config(config, path)
+    save_config(replace(config, resume=True), path)
     assert load_config(path) == config
     assert [p.name for p in path.parent.iterdir()] == ["config.toml"]
 
 
-def test_resume_is_not_saved(tmp_path: Path) -> None:
-    save_config(TrainConfig(resume=True), tmp_path / "config.toml")
-    assert load_config(tmp_path / "config.toml") == TrainConfig()
-
-
 def test_configurations_that_are_shown_are_possible_and_keep_what_they_promise() -> None:
-    assert packaged() == ["quickstart"]
     quickstart, icons = load_config("quickstart"), load_config("benchmarks/icons.toml", trust=True)
     for config in (quickstart, icons, *map(load_config, Path("examples").glob("*/*.toml"))):
         assert problems(config, "model", "train_data") == []
@@ -66,22 +56,12 @@ def test_configurations_that_are_shown_are_possible_and_keep_what_they_promise()
     assert icons.global_batch_size >= 32_768
 
 
-def test_whole_numbers_serve_as_numbers_and_the_rest_are_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "c.toml"
-    path.write_text('lr = 1\noutput = "somewhere"\nreport_to = []\n')
-    assert load_config(path) == TrainConfig(lr=1, output=Path("somewhere"), report_to=())
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"batch_size = 4\nlearning_rat = 1", "--batch-size: no such option; use --global-batch-s"),
-        (b"global_batchsize = 4", "--global-batchsize: no such option; did you mean --global-batc"),
-        (b'seed = "x"', "--seed x: expected a whole number"),
-        (b'precision = "int8"', "--precision int8: expected 'fp32' or 'bf16' or 'fp16'"),
-        (b'output = ""', "--output : expected a path"),
-        (b"help = true", "--help: no such option; "),
-        (b"lr = true", "--lr: expected one argument"),
+        (b"lrr = 4", "--lrr 4: no such option; did you mean --lr?"),
+        (b"help = true", "--help True: no such option; "),
+        (b'seed = "x"', "--seed x: expected a valid integer"),
         (b"[model]\nname = 1\nresume", "cannot be read: "),
         (b"lr = = 1", "cannot be read: Invalid value"),
         (b"\xff\xfe", "cannot be read: 'utf-8'"),
@@ -94,17 +74,13 @@ def test_a_faulty_file_is_named_with_its_fault(
     path.write_bytes(content)
     with pytest.raises(UsageError) as caught:
         load_config(path)
-    assert (
-        str(caught.value)
-        .replace("several things:\n  - ", "")
-        .startswith(f"--config {path}: {message}")
-    )
+    assert str(caught.value).startswith(f"--config {path}: {message}")
 
 
-def test_a_name_that_is_no_file_says_which_names_there_are() -> None:
-    with pytest.raises(UsageError, match="expected a file or quickstart; did you mean quicks"):
+def test_a_name_that_is_no_file_is_named_with_a_similar_one() -> None:
+    with pytest.raises(UsageError, match=r"No such file.*; did you mean quickstart\?"):
         load_config("quickstrat")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="--config /: cannot be read"):
         load_config("/")
 
 
@@ -149,48 +125,19 @@ def test_a_file_may_name_code_only_if_it_is_trusted(
         with pytest.raises(UsageError, match=message):
             parse(words)
         assert parse([*words, "--trust"])
-    name = line.partition(" ")[0].replace("_", "-")
-    assert parse(["--config", str(path), f"--{name}", "clip"])  # the option's value counts
 
 
-@pytest.fixture(scope="module")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"hf:{save_tiny_bert(tmp_path_factory.mktemp('hf') / 'bert')}"
-
-
-def test_a_pretrained_text_encoder_has_the_defaults_of_fine_tuning(
-    bert: str, tmp_path: Path
-) -> None:
-    tuned = TrainConfig(model=bert, lr=2e-5, wd=0.01)
-    assert parse(["--model", bert]) == tuned
-    assert parse(["--model", bert, "--lr", "0.001"]) == replace(tuned, lr=0.001)
-    assert parse(["--model", bert, "--opt", "lamb"]) == TrainConfig(model=bert, opt="lamb")
-    note = f"{bert} has weights, so the defaults are those of fine-tuning: --lr 2e-05 --wd 0.01"
-    assert weight_notes(tuned) == [note]
-    save_config(TrainConfig(model=bert, output=tmp_path), tmp_path / "config.toml")
-    again = parse(["--resume", "--output", str(tmp_path)])
-    assert (again.lr, again.wd) == (TrainConfig.lr, TrainConfig.wd)
-
-
-def test_the_rate_of_random_weights_is_noted_where_there_are_others(
-    bert: str, tmp_path: Path
-) -> None:
-    weights = Path("clip.safetensors")
+def test_the_rate_of_random_weights_is_noted_where_there_are_others(tmp_path: Path) -> None:
+    weights, bert = Path("clip.safetensors"), f"hf:{save_tiny_bert(tmp_path / 'bert')}"
     (tmp_path / "config.json").write_text("{}")
-    for config in (
-        TrainConfig(model="ViT-B-32", pretrained=weights),
-        TrainConfig(model="local-dir:clip"),
-        TrainConfig(model=bert),
-    ):
+    trained = TrainConfig(model="ViT-B-32", pretrained=weights)
+    for config in (trained, TrainConfig(model="local-dir:clip"), TrainConfig(model=bert)):
         (note,) = weight_notes(config)
         assert "has weights, but --lr 0.001 is meant for random ones" in note
         assert weight_notes(replace(config, lr=1e-4)) == []
-    # Trained from random weights: all of it, or the tower that is not locked.
-    for config in (
-        *(TrainConfig(model=name) for name in ("ViT-B-32", f"hf:{tmp_path}", "mine:towers")),
-        TrainConfig(model="ViT-B-32", pretrained=weights, lock_image=True),
-    ):
-        assert weight_notes(config) == []
+    assert weight_notes(replace(trained, lock_image=True)) == []  # the other tower is random
+    for name in ("ViT-B-32", f"hf:{tmp_path}", "mine:towers"):
+        assert weight_notes(TrainConfig(model=name)) == []
 
 
 def test_a_runs_own_file_repeats_it_and_continues_it(

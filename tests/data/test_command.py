@@ -67,8 +67,8 @@ def test_nothing_usable_is_a_failure(tmp_path: Path, capsys):
     ("arguments", "message"),
     [
         (["inspect", "nowhere"], "nothing matches nowhere"),
-        (["inspect", "glyphs", "--limit", "-1"], "--limit -1: expected at least 0"),
-        (["glyphs", "--output", "x", "--samples-per-shard", "0"], "expected at least 1"),
+        (["inspect", "glyphs", "--limit", "-1"], "--limit -1: expected greater than or equal to 0"),
+        (["glyphs", "--output", "x", "--samples-per-shard", "0"], "expected greater than 0"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):

@@ -11,7 +11,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import megabatch as mb
 from tests.docs.pages import PAGES, ROOT, blocks, languages
+from tests.integrations.conftest import _new_accelerator  # noqa: F401  # a fixture
 from tests.models.tiny_bert import save_tiny_bert
 
 CHANGES = {
@@ -42,23 +43,13 @@ ELSEWHERE = {
 Names = dict[str, Any]
 
 
-class Tools(NamedTuple):
-    """Given to each page's function."""
-
-    folder: Path
-
-
-HERE: dict[str, Callable[[Tools], Iterator[Names]]] = {}
+#: By page, a function of a temporary folder.
+HERE: dict[str, Callable[[Path], Iterator[Names]]] = {}
 
 
 def page(name: str) -> Callable[..., Any]:
     """A generator of this page: yields the names its blocks need, then checks them."""
-
-    def register(function: Callable[[Tools], Iterator[Names]]) -> Any:
-        HERE[f"docs/{name}"] = function
-        return function
-
-    return register
+    return lambda function: HERE.setdefault(f"docs/{name}", function)
 
 
 class Texts(nn.EmbeddingBag):
@@ -82,7 +73,7 @@ def clip_loss(x: Tensor, y: Tensor) -> Tensor:
 
 
 @page("gradient-caching.md")
-def gradient_caching(tools: Tools) -> Iterator[Names]:
+def gradient_caching(folder: Path) -> Iterator[Names]:
     lightning = pytest.importorskip("lightning")
     (image, text), (images, texts) = towers(), batches()
     optimizer = torch.optim.SGD([*image.parameters(), *text.parameters()], lr=0.1)
@@ -113,7 +104,7 @@ def gradient_caching(tools: Tools) -> Iterator[Names]:
 
 
 @page("memory.md")
-def memory(tools: Tools) -> Iterator[Names]:
+def memory(folder: Path) -> Iterator[Names]:
     images, texts = batches()
     model = nn.ModuleList(towers())
     known: Names = {
@@ -128,19 +119,17 @@ def memory(tools: Tools) -> Iterator[Names]:
 
 
 @page("faq.md")
-def faq(tools: Tools) -> Iterator[Names]:
-    def called_once(function: Callable[..., Tensor], sample: tuple[Tensor, ...]) -> Any:
-        return function(*sample)
-
+def faq(folder: Path) -> Iterator[Names]:
     x, y = (F.normalize(torch.randn(6, 4)) for _ in range(2))
-    known: Names = {"mb": mb, "image_features": x, "text_features": y, "called_once": called_once}
+    known: Names = {"mb": mb, "image_features": x, "text_features": y}
+    known["called_once"] = lambda function, sample: function(*sample)
     known["logit_scale"] = torch.tensor(10.0)
     yield known
     torch.testing.assert_close(known["graphed"], mb.ClipLoss()(x, y, 10.0))
 
 
 @page("integrations/lightly.md")
-def lightly(tools: Tools) -> Iterator[Names]:
+def lightly(folder: Path) -> Iterator[Names]:
     pytest.importorskip("lightly")
     model = nn.Linear(6, 4)
     known: Names = {"mb": mb, "model": model, "view0": torch.randn(8, 6)}
@@ -152,7 +141,7 @@ def lightly(tools: Tools) -> Iterator[Names]:
 
 
 @page("integrations/lightning.md")
-def lightning(tools: Tools) -> Iterator[Names]:
+def lightning(folder: Path) -> Iterator[Names]:
     library = pytest.importorskip("lightning")
     image, text = towers()
     scale = nn.Parameter(torch.tensor(2.0))
@@ -170,10 +159,9 @@ def lightning(tools: Tools) -> Iterator[Names]:
 
 
 @page("integrations/pytorch_metric_learning.md")
-def pytorch_metric_learning(tools: Tools) -> Iterator[Names]:
+def pytorch_metric_learning(folder: Path) -> Iterator[Names]:
     pytest.importorskip("pytorch_metric_learning")
-    labels = torch.arange(4).repeat_interleave(3)
-    known: Names = {"embeddings": torch.randn(12, 5), "labels": labels}
+    known: Names = {"embeddings": torch.randn(12, 5), "labels": torch.arange(12) // 3}
     yield known
     theirs: Names = dict(known)
     first = blocks("docs/integrations/pytorch_metric_learning.md", "python")[0]
@@ -183,18 +171,17 @@ def pytorch_metric_learning(tools: Tools) -> Iterator[Names]:
 
 
 @page("integrations/sentence_transformers.md")
-def sentence_transformers(tools: Tools) -> Iterator[Names]:
+def sentence_transformers(folder: Path) -> Iterator[Names]:
     library = pytest.importorskip("sentence_transformers", minversion="5.4")
-    model = library.SentenceTransformer(str(save_tiny_bert(tools.folder)), device="cpu")
-    model.eval()
-    known: Names = {"model": model}
+    model = library.SentenceTransformer(str(save_tiny_bert(folder)), device="cpu")
+    known: Names = {"model": model.eval()}
     yield known
     assert isinstance(known["loss"], known["losses"].CachedMultipleNegativesRankingLoss)
     assert type(known["loss"]).__name__ == "MegabatchRankingLoss"
 
 
 @page("integrations/transformers.md")
-def transformers(tools: Tools) -> Iterator[Names]:
+def transformers(folder: Path) -> Iterator[Names]:
     pytest.importorskip("transformers")
     accelerate = pytest.importorskip("accelerate")
     from tests.integrations import hf
@@ -203,7 +190,7 @@ def transformers(tools: Tools) -> Iterator[Names]:
     before = copy.deepcopy(clip.state_dict())
     known: Names = {
         **{"mb": mb, "clip": clip, "bert": hf.bert(), "Trainer": hf.transformers.Trainer},
-        **{"pairs": rows, "arguments": hf.arguments(tools.folder, remove_unused_columns=False)},
+        **{"pairs": rows, "arguments": hf.arguments(folder, remove_unused_columns=False)},
         "collate": lambda some: {k: v for k, v in hf.collate(some).items() if k != "return_loss"},
         "collate_pairs": hf.collate_pairs,
         "optimizer": torch.optim.SGD(clip.parameters(), lr=0.1),
@@ -231,7 +218,7 @@ def with_changes(code: str) -> str:
 @pytest.mark.parametrize("name", HERE)
 def test_blocks_run_as_shown(name: str, tmp_path: Path) -> None:
     shown = blocks(name, "python")
-    steps = HERE[name](Tools(tmp_path))
+    steps = HERE[name](tmp_path)
     names = next(steps)
     for i, code in enumerate(shown):
         exec(compile(with_changes(code), f"{name}, block {i}", "exec"), names)

@@ -15,13 +15,14 @@ import runpy
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from megabatch import options
 from megabatch.cli import COMMANDS, main
-from megabatch.options import Parser
+from megabatch.config import file
 from tests.docs.pages import PAGES, ROOT, blocks
 
 LANGUAGES = ("bash", "console")
@@ -29,7 +30,7 @@ LANGUAGES = ("bash", "console")
 OTHERS = {"[", "export", "cd", "scontrol", "done", "hf"}
 
 
-class Accepted(Exception):
+class Accepted(BaseException):  # no program catches it
     """A program's parser took all options; the program itself must not run."""
 
 
@@ -52,18 +53,17 @@ def commands(code: str) -> Iterator[list[str]]:
 def check(words: Sequence[str]) -> None:
     """Raises an exception unless the command exists and takes these words."""
     program, *rest = words
-    if program == "srun":
+    if program in ("srun", "unshare"):
         check(rest[rest.index("python") :])
     elif program == "torchrun":
         from torch.distributed.run import get_args_parser
 
         given = get_args_parser().parse_args(rest)
-        module = ["-m"] * given.module
-        check(["python", *module, given.training_script, *given.training_script_args])
-    elif program == "unshare":
-        check(rest[rest.index("python") :])
+        python = ["python", "-m"] if given.module else ["python"]
+        check([*python, given.training_script, *given.training_script_args])
     elif program == "python" and rest[0] == "-m":
-        check_module(rest[1], [word for word in rest[2:] if word != "--"])
+        module, *given = (word for word in rest[1:] if word != "--")
+        accepts(lambda: runpy.run_module(module, run_name="__main__"), [module, *given])
     elif program == "python":
         script = ROOT / rest[0]
         with pytest.MonkeyPatch.context() as patch:  # it may import from its own folder
@@ -83,30 +83,13 @@ def check(words: Sequence[str]) -> None:
         assert program in OTHERS, f"no check for {program}: {words}"
 
 
-def check_module(module: str, rest: list[str]) -> None:
-    """`python -m module`."""
-    if module == "megabatch":
-        check(["megabatch", *rest])
-    elif module == "megabatch.integrations.open_clip":
-        from megabatch.integrations import open_clip
-
-        accepts(lambda: open_clip.main(rest), rest)
-    elif module == "open_clip_train.main":
-        from open_clip_train.params import parse_args
-
-        accepts(lambda: parse_args(rest), rest)
-    else:
-        assert module == "venv", module
-
-
-def accepts(program: object, words: Sequence[str]) -> None:
+def accepts(program: Callable[[], object], words: Sequence[str]) -> None:
     """Raises an exception unless the program's own parser takes these words."""
-    assert callable(program)
-    read, parse = argparse.ArgumentParser.parse_args, Parser.parse
+    read, make = argparse.ArgumentParser.parse_args, options.make
 
     def accepted(reader: object) -> object:
-        def wrapped(self: object, *arguments: object) -> None:
-            reader(self, *arguments)  # type: ignore[operator]
+        def wrapped(*arguments: object) -> None:
+            reader(*arguments)  # type: ignore[operator]
             raise Accepted
 
         return wrapped
@@ -114,20 +97,18 @@ def accepts(program: object, words: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", list(words))
         patch.setattr(argparse.ArgumentParser, "parse_args", accepted(read))
-        patch.setattr(Parser, "parse", accepted(parse))
+        for module in (options, file):
+            patch.setattr(module, "make", accepted(make))
         with contextlib.suppress(Accepted):
             code = program()
-            helped = words[-1].startswith("--help")
+            helped = words[-1] == "--help"
             assert (helped, code) == (True, 0), f"exit code {code}: {shlex.join(words)}"
 
 
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(blocks(page, n) for n in LANGUAGES)]
 )
-def test_commands_exist_with_their_options(
-    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+def test_commands_exist_with_their_options(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     for language in LANGUAGES:
         for code in blocks(page, language):
             if language == "bash":
@@ -138,9 +119,7 @@ def test_commands_exist_with_their_options(
 
 def test_the_reference_shows_the_options_of_every_command() -> None:
     shown = "\n".join(blocks("docs/reference/command-line.md", "{help}"))
-    assert set(re.findall(r"^megabatch (\w+(?: \w+)?) --help(?:-all)?$", shown, re.M)) == set(
-        COMMANDS
-    )
+    assert set(re.findall(r"^megabatch (\w+(?: \w+)?) --help$", shown, re.M)) == set(COMMANDS)
 
 
 @pytest.mark.parametrize(

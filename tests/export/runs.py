@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from PIL import Image
 from megabatch.models import ModelOptions, Towers, create
 from megabatch.training import TrainConfig, save_config
 from megabatch.training.checkpoint import save_tensors
+
+assert_near = functools.partial(torch.testing.assert_close, atol=1e-6, rtol=0)
 
 
 def write_run(folder: Path, model: str, **settings: Any) -> Towers:
@@ -50,6 +53,14 @@ def reports() -> Iterator[list[str]]:
         yield logged
     finally:
         logger.removeHandler(handler)
+
+
+def transformers_model(folder: Path) -> Any:
+    """The model that transformers loads from a folder, which has its weights and no others."""
+    transformers: Any = pytest.importorskip("transformers")
+    model, found = transformers.AutoModel.from_pretrained(folder, output_loading_info=True)
+    assert not [*found["missing_keys"], *found["unexpected_keys"]]
+    return model
 
 
 def pictures() -> list[Image.Image]:

@@ -14,22 +14,21 @@ from megabatch.export import export_run
 from megabatch.models import Towers, create
 from megabatch.models.hf_images import KINDS
 from megabatch.models.padding import pool
-from tests.export.runs import change_json, pictures, reports, write_run
+from tests.export.runs import (
+    assert_near,
+    change_json,
+    pictures,
+    reports,
+    transformers_model,
+    write_run,
+)
 from tests.models.tiny_bert import save_tiny_bert
 from tests.models.tiny_clip import save_tiny_clip
 
 transformers: Any = pytest.importorskip("transformers")
 
-TEXTS = ["a b c", "d", "a b c d e f g h a b c d e f"]  # the last is longer than the context
-
-
-def features(output: Any) -> Tensor:
-    """Normalised features as transformers 4 or 5 returns them."""
-    return F.normalize(output if isinstance(output, Tensor) else output.pooler_output)
-
-
-def assert_equal(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+# Of several lengths in a batch; the last is longer than the context.
+TEXTS = ["a b c", "d", "e f unknown words", "a b c d e f g h a b c d e f"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -37,10 +36,7 @@ def test_transformers_gives_the_runs_embeddings(tmp_path: Path, kind: str) -> No
     clip = save_tiny_clip(tmp_path / "clip", kind)
     towers = write_run(tmp_path / "run", f"hf:{clip}", force_context_length=8)
     assert export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out") == []
-    model, found = transformers.AutoModel.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not [*found["missing_keys"], *found["unexpected_keys"]]
+    model = transformers_model(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     inputs = tokenizer(TEXTS, padding="max_length", truncation=True, return_tensors="pt")
     tokens = towers.tokenizer(TEXTS)
@@ -49,40 +45,16 @@ def test_transformers_gives_the_runs_embeddings(tmp_path: Path, kind: str) -> No
     pixels = processor(pictures(), return_tensors="pt")["pixel_values"]
     assert pixels.shape == (2, 3, 32, 32)
     with torch.no_grad():
-        text = features(model.get_text_features(input_ids=inputs["input_ids"]))
-        assert_equal(text, towers.module.encode_text(tokens, normalize=True))
-        image = features(model.get_image_features(pixel_values=pixels))
-        assert_equal(image, towers.module.encode_image(pixels, normalize=True))
+        found = model(input_ids=tokens, pixel_values=pixels)
+        expected = towers.module(pixels, tokens)
+    assert_near(found.text_embeds, expected["text_features"])
+    assert_near(found.image_embeds, expected["image_features"])
     assert torch.equal(model.logit_scale, towers.module.logit_scale)
     again = create(f"hf:{tmp_path / 'out'}")  # and megabatch trains on from it
     torch.testing.assert_close(again.module.state_dict(), towers.module.state_dict())
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_a_text_encoder_loads_with_its_tokenizer(tmp_path: Path, pooling: Any) -> None:
-    bert = save_tiny_bert(tmp_path / "bert")
-    towers = write_run(tmp_path / "run", f"hf:{bert}", hf_pooling=pooling, force_context_length=8)
-    [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "out")
-    assert {"mean": "the mean over the tokens of", "cls": "first token", "last": "last token"}[
-        pooling
-    ] in note
-    assert "; add_pooling_layer=False loads it without a pooler" in note
-    with reports() as logged:
-        model = transformers.AutoModel.from_pretrained(tmp_path / "out", add_pooling_layer=False)
-        create(f"hf:{tmp_path / 'out'}")
-    assert not logged
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
-    inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
-    with torch.no_grad():
-        states = model(**inputs).last_hidden_state
-        expected = towers.module.encode_text(towers.tokenizer(TEXTS), normalize=True)
-    assert_equal(F.normalize(pool(states, inputs["attention_mask"], pooling)), expected)
-
-
-# --- sentence-transformers ------------------------------------------------------------------------
-
-# Of several lengths in a batch; the last is longer than the context.
-SENTENCES = ["a b c", "d", "e f unknown words", "a b c d e f g h a b c d e f"]
+# --- text encoders --------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -90,9 +62,9 @@ def bert(tmp_path: Path) -> Path:
     return save_tiny_bert(tmp_path / "bert")
 
 
-def ours(towers: Towers, texts: list[str] = SENTENCES) -> tuple[Tensor, Tensor]:
+def ours(towers: Towers) -> tuple[Tensor, Tensor]:
     """Embeddings of first and second texts."""
-    tokens = towers.tokenizer(texts)
+    tokens = towers.tokenizer(TEXTS)
     with torch.no_grad():
         outputs = towers.module(tokens, tokens)
     return outputs["image_features"], outputs["text_features"]
@@ -103,34 +75,50 @@ def sentence_model(folder: Path) -> Any:
     return library.SentenceTransformer(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_encode_gives_the_runs_embeddings(bert: Path, tmp_path: Path, pooling: str) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "told"),
+    [("mean", "the mean over the tokens"), ("cls", "the first token"), ("last", "the last token")],
+)
+def test_both_libraries_give_the_runs_embeddings(
+    bert: Path, tmp_path: Path, pooling: Any, told: str
+) -> None:
     settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
     # The run's weights are float32, though the folder has less.
     transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
     towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
+    _, expected = ours(towers)
     assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
+    [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "encoder")
+    assert f"an embedding is {told}" in note
+    assert "; add_pooling_layer=False loads it without a pooler" in note
     with reports() as logged:
         model = sentence_model(tmp_path / "out")
+        encoder = transformers.AutoModel.from_pretrained(
+            tmp_path / "encoder", add_pooling_layer=False
+        )
+        create(f"hf:{tmp_path / 'encoder'}")
     assert not logged  # no pooler is missing
-    _, expected = ours(towers)
-    assert_equal(torch.tensor(model.encode(SENTENCES)), expected)
-    for text, one in zip(SENTENCES, expected, strict=True):  # without any padding
-        assert_equal(torch.tensor(model.encode(text)), one)
+    assert_near(torch.tensor(model.encode(TEXTS)), expected)
+    for text, one in zip(TEXTS, expected, strict=True):  # without any padding
+        assert_near(torch.tensor(model.encode(text)), one)
     assert (model.similarity_fn_name, model.max_seq_length) == ("cosine", 6)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "encoder")
+    inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        states = encoder(**inputs).last_hidden_state
+    assert_near(F.normalize(pool(states, inputs["attention_mask"], pooling)), expected)
 
 
-def test_two_encoders_become_two_models(bert: Path, tmp_path: Path) -> None:
-    towers = write_run(tmp_path / "run", f"hf:{bert}", hf_share=False, hf_pooling="cls")
-    [note] = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
+def test_two_encoders_become_two_models_and_padding_that_may_count_is_told(
+    bert: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    towers = write_run(run, f"hf:{bert}", hf_share=False, hf_pooling="cls")
+    [note] = export_run(run, to="sentence-transformers", output=tmp_path / "out")
     assert note.startswith("there are two models, in its folders query and document")
     for side, expected in zip(("query", "document"), ours(towers), strict=True):
         model = sentence_model(tmp_path / "out" / side)
-        assert_equal(torch.tensor(model.encode(SENTENCES)), expected)
-
-
-def test_padding_that_may_count_is_told(bert: Path, tmp_path: Path) -> None:
-    write_run(tmp_path / "run", f"hf:{bert}")
+        assert_near(torch.tensor(model.encode(TEXTS)), expected)
     change_json(bert / "tokenizer_config.json", padding_side="left")
-    [note] = export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out")
-    assert "may depend on padding: the run padded texts to 12 tokens" in note
+    told, _ = export_run(run, to="sentence-transformers", output=tmp_path / "left")
+    assert "may depend on padding: the run padded texts to 12 tokens" in told

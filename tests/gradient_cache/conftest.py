@@ -3,9 +3,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.process_state import changed
+
 
 @pytest.fixture(autouse=True)
 def _double_precision() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with changed("default dtype", torch.float64):
+        yield

@@ -90,7 +90,8 @@ def under_ddp(model):
 
 
 def sharded(module, **options):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    device = next(module.parameters()).device.type
+    mesh = init_device_mesh(device, (dist.get_world_size(),))
     return fully_shard(module, mesh=mesh, **options)
 
 

@@ -7,14 +7,12 @@ from types import MappingProxyType
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.utils import ModelOutput
 
 from megabatch.gradient_cache import GradientCache
 from tests.gradient_cache.towers import (
     BATCH,
-    WIDTH,
     Tower,
     TwoTowers,
     assert_same,
@@ -47,38 +45,6 @@ def test_one_model_takes_batches_by_keyword(size):
         functools.partial(step, images=images, **inputs, weight=weight),
     ):
         assert_same(call, lambda: loss(weight, **model(images, **inputs)), model)
-
-
-def retrieval_loss(queries, passages):
-    """The passages of a query are consecutive, its positive first."""
-    k = len(passages) // len(queries)
-    return F.cross_entropy(queries @ passages.T, torch.arange(len(queries)) * k)
-
-
-@pytest.mark.parametrize("sizes", [3, (2, 9), (7, 100), (3, 28), [100, 100]])
-@pytest.mark.parametrize("shared", [True, False])
-def test_encoders_with_different_numbers_of_rows(sizes, shared):
-    queries, passages = torch.randn(BATCH, WIDTH), torch.randn(4 * BATCH, WIDTH)
-    towers = (tower := Tower(), tower if shared else Tower())
-    rows = {"query": [], "passage": []}
-
-    def counted(kind, encoder, x):
-        rows[kind].append(len(x))
-        return encoder(x)
-
-    encoders = [functools.partial(counted, k, t) for k, t in zip(rows, towers, strict=True)]
-    step = GradientCache(encoders, retrieval_loss, sizes)
-    assert_same(
-        lambda: step(queries, passages),
-        lambda: retrieval_loss(towers[0](queries), towers[1](passages)),
-        *towers,
-    )
-    each = (sizes, sizes) if isinstance(sizes, int) else sizes
-    counts = (BATCH, 4 * BATCH)
-    passes = 1 if all(size >= n for size, n in zip(each, counts, strict=True)) else 2
-    for kind, size, count in zip(rows, each, counts, strict=True):
-        parts = [len(part) for part in torch.arange(count).split(size)]
-        assert rows[kind] == parts * passes
 
 
 @dataclass

@@ -27,6 +27,7 @@ from tests.gradient_cache.towers import (
     pairs,
     seen_in,
 )
+from tests.process_state import changed
 from tests.similarity.distributed.processes import World, on_processes
 
 
@@ -248,19 +249,17 @@ def test_everything_that_a_forward_pass_depends_on():
 
     step = GradientCache((encoder, encoder), loss, 3)
     encoder.layer.eval()
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    try:
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False), torch.device("meta"):
-            value = step(*batches)
-        encoder.train()
-        torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
+    with (
+        changed("precision", "medium"),
+        torch.autocast("cpu", torch.bfloat16, cache_enabled=False),
+        torch.device("meta"),
+    ):
+        value = step(*batches)
+    encoder.train()
+    with changed("default dtype", torch.float32):
         other(batches[0])
         value.backward()
         other(batches[0])
-    finally:
-        torch.set_float32_matmul_precision(before)
     first, second = encoder.seen[:6], encoder.seen[6:]
     assert first[0]["autocast dtype"] == torch.bfloat16
     assert (first[0]["dtype"], first[0]["device"]) == (torch.float64, "meta")

@@ -1,5 +1,6 @@
 """The step against one graph of the whole batch; numbers of forward passes, memory, outputs."""
 
+import functools
 import gc
 import os
 import signal
@@ -7,6 +8,9 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from megabatch.gradient_cache import GradientCache
@@ -26,17 +30,62 @@ from tests.gradient_cache.towers import (
     pairs,
 )
 
+#: Layers of an encoder that are frozen; through the last one a gradient passes.
+FROZEN = {"nothing": [], "first": [0], "last": [3], "all": [0, 3]}
 
-@pytest.mark.parametrize("micro_batch_size", MICRO_BATCH_SIZES)
-def test_two_encoders_and_a_parameter_of_the_loss(micro_batch_size):
-    encoders, scale = (Tower(), Tower()), nn.ParameterList([torch.tensor(1.2)])
-    x, y = pairs()
+
+def retrieval_loss(queries, passages):
+    """The passages of a query are consecutive, its positive first."""
+    k = len(passages) // len(queries)
+    return F.cross_entropy(queries @ passages.T, torch.arange(len(queries)) * k)
+
+
+@settings(max_examples=30)
+@given(
+    queries=st.integers(2, 7),
+    passages=st.integers(1, 4),
+    sizes=st.tuples(*2 * [st.sampled_from(MICRO_BATCH_SIZES)]),
+    kept=st.tuples(*2 * [st.sampled_from([0, 0, 1, 2, 100])]),
+    frozen=st.tuples(*2 * [st.sampled_from(sorted(FROZEN))]),
+    shared=st.booleans(),
+    leaves=st.tuples(*2 * [st.booleans()]),
+    device=st.sampled_from([None, "cpu"]),
+    as_function=st.booleans(),
+)
+def test_two_encoders_and_a_parameter_of_the_loss(
+    queries, passages, sizes, kept, frozen, shared, leaves, device, as_function
+):
+    """Encoders of their own or one, partly frozen, and batches that require a gradient or not."""
+    scale = nn.ParameterList([torch.tensor(1.2)])
+    towers = (tower := Tower(), tower if shared else Tower())
+    for one, name in zip(towers, frozen, strict=True):
+        for layer in FROZEN[name]:
+            one.layers[layer].requires_grad_(False)
+    rows = queries, passages * queries
+    batches = nn.ParameterList(
+        nn.Parameter(torch.randn(n, WIDTH), requires_grad=needs)
+        for n, needs in zip(rows, leaves, strict=True)
+    )
+    seen = [[], []]
+
+    def counted(i, x):
+        seen[i].append(len(x))
+        return towers[i](x)
 
     def loss(x, y):
-        return clip_loss(x, y, scale[0].exp())
+        return scale[0].exp() * retrieval_loss(x, y)
 
-    step = GradientCache(encoders, loss, micro_batch_size)
-    assert_same(lambda: step(x, y), lambda: loss(encoders[0](x), encoders[1](y)), *encoders, scale)
+    encoders = [functools.partial(counted, i) for i in range(2)] if as_function else towers
+    step = GradientCache(encoders, loss, list(sizes), kept_micro_batches=kept, device=device)
+    plain = lambda: loss(towers[0](batches[0]), towers[1](batches[1]))  # noqa: E731
+    assert_same(lambda: step(*batches), plain, *towers, batches, scale)
+    if as_function:
+        several = any(n > size for n, size in zip(rows, sizes, strict=True))
+        for i, (n, size) in enumerate(zip(rows, sizes, strict=True)):
+            parts = [len(part) for part in torch.arange(n).split(size)]
+            differentiated = leaves[i] or any(p.requires_grad for p in towers[i].parameters())
+            again = parts[: max(0, len(parts) - kept[i])] if several and differentiated else []
+            assert seen[i] == parts + again
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 100])  # of 3 micro-batches: 7 rows, 3 at a time
@@ -65,21 +114,6 @@ def test_a_batch_of_one_micro_batch_is_an_ordinary_step():
     model.register_forward_pre_hook(lambda *_: seen.append(torch.is_grad_enabled()))
     step(*batches).backward()
     assert seen == [True, True]
-
-
-@pytest.mark.parametrize(("kept", "device"), [(0, None), (1, "cpu"), (100, None)])
-def test_one_encoder_for_both_batches_and_gradients_of_inputs(kept, device):
-    tower, batches = Tower(), nn.ParameterList(pairs())
-    step = GradientCache((tower, tower), clip_loss, 3, kept_micro_batches=kept, device=device)
-    assert_same(lambda: step(*batches), lambda: clip_loss(*map(tower, batches)), tower, batches)
-
-
-def test_inputs_of_a_frozen_encoder_get_their_gradients():
-    tower, frozen, batches = Tower(), Tower().requires_grad_(False), nn.ParameterList(pairs())
-    step = GradientCache((tower, frozen), clip_loss, 3)
-    assert_same(
-        lambda: step(*batches), lambda: clip_loss(tower(batches[0]), frozen(batches[1])), batches
-    )
 
 
 @pytest.mark.parametrize(
@@ -111,14 +145,6 @@ def test_a_frozen_tower_runs_once(of):
     # the graph of a function's first micro-batch.
     module = isinstance(of(tower), Tower)
     assert tower.graph_recorded[1:] == [not module, False, False] + [True] * 3
-
-
-@pytest.mark.parametrize("layer", [0, 3])  # for the last one a gradient passes through it
-def test_a_partly_frozen_tower(layer):
-    towers, (x, y) = nn.ModuleList([Tower(), Tower()]), pairs()
-    towers[0].layers[layer].requires_grad_(False)
-    step = GradientCache(towers, clip_loss, 3)
-    assert_same(lambda: step(x, y), lambda: clip_loss(towers[0](x), towers[1](y)), towers)
 
 
 def outputs_of(extra, loss, micro_batch_size=3, plain=True):

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 
 from tests.models.tiny_bert import save_tiny_bert
+from tests.similarity.conftest import small_blocks  # noqa: F401  # a fixture
 
 
 @pytest.fixture(autouse=True)

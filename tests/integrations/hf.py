@@ -10,21 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SequentialSampler
+from torch.utils.data import SequentialSampler
 
-from megabatch.gradient_cache import GradientCache
 from megabatch.losses import InfoNCELoss
-from tests.integrations.training import weights_of
 from tests.models.tiny_clip import tiny_model
 
 transformers = pytest.importorskip("transformers")
-accelerate = pytest.importorskip("accelerate")
+pytest.importorskip("accelerate")
 
-from megabatch.integrations.transformers import (  # noqa: E402
-    FeatureEncoder,
-    MegabatchTrainerMixin,
-    own_loss,
-)
+from megabatch.integrations.transformers import MegabatchTrainerMixin  # noqa: E402
 
 SAMPLES, BATCH, LENGTH = 20, 4, 6
 TOWERS = {"both": ["q_proj", "v_proj"], "text": r".*text_model.*(q_proj|v_proj)"}
@@ -124,6 +118,18 @@ class Cached(MegabatchTrainerMixin, Plain):  # type: ignore[misc]
     """A user's own Trainer with the mixin."""
 
 
+def images_trainer(
+    kind: type, model: Any, options: Any, count: int, evaluated: int, **extra: Any
+) -> Any:
+    """A Trainer on so many images with their texts; it is evaluated on the first of them."""
+    data = rows_of(images_and_texts(count))
+    extra |= {"micro_batch_size": 3} if kind is Cached else {}
+    return kind(
+        model, options, data_collator=collate, train_dataset=data, eval_dataset=data[:evaluated],
+        **extra,
+    )  # fmt: skip
+
+
 def with_adapters(model: Any, towers: str | None) -> Any:
     if towers is None:
         return model
@@ -142,19 +148,12 @@ def mean_features(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
-def dense_loss(x: Tensor, y: Tensor, ids: Tensor) -> Tensor:
-    """InfoNCE at a temperature of 0.1; other passages of the same id are left out."""
-    others = (ids[:, None] == ids) & ~torch.eye(len(ids), dtype=torch.bool)
-    logits = (10 * x @ y.T).masked_fill(others, -torch.inf)
-    return F.cross_entropy(logits, torch.arange(len(x)))
-
-
 class PlainPairs(Plain):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, **_: Any
     ) -> Any:
         x, y = (mean_features(model, inputs[side]) for side in ("query", "passage"))
-        loss = dense_loss(x, y, inputs["ids"])
+        loss = InfoNCELoss(temperature=0.1)(x, y, ids=inputs["ids"])
         return (loss, {"loss": loss, "x": x, "y": y}) if return_outputs else loss
 
 
@@ -170,23 +169,3 @@ def pairs_trainer(cached: bool, folder: Path, data: Rows, **extra: Any) -> Any:
         bert(), arguments(folder, remove_unused_columns=False), data_collator=collate_pairs,
         train_dataset=data, eval_dataset=data[:10], **extra,
     )  # fmt: skip
-
-
-def accelerated(batches: int) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Train a model by a custom loop that accumulates two batches per step."""
-    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
-    model = model_of("siglip")
-    before = weights_of(model)
-    data = DataLoader(rows_of(images_and_texts(BATCH * batches)), BATCH, collate_fn=collate)
-    model, optimizer, data = accelerator.prepare(
-        model, torch.optim.SGD(model.parameters(), 0.3), data
-    )
-    step = GradientCache(FeatureEncoder(model), own_loss(model), 3)
-    for batch in data:
-        with accelerator.accumulate(model):
-            accelerator.backward(step(batch))
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-    return accelerator.unwrap_model(model), before

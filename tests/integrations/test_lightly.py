@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.similarity import set_workspace
-from tests.losses.reference import assert_equal, leaves
+from tests.losses.reference import assert_equal
 from tests.losses.test_everywhere import Largest
 from tests.similarity.distributed.processes import World
+from tests.similarity.exact import leaves
 
 lightly = pytest.importorskip("lightly.loss")
 ours = pytest.importorskip("megabatch.integrations.lightly")
@@ -167,14 +167,10 @@ def on_two_different_numbers_of_views(world: World) -> None:
 # --- memory, dtypes, learnt temperatures, errors --------------------------------------------------
 
 
-def test_no_matrix_is_formed() -> None:
+def test_no_matrix_is_formed(small_blocks: None) -> None:
     b, d = 256, 8
-    before = set_workspace(64 << 10)
-    try:
-        with Largest() as largest:
-            ours.NTXentLoss()(*leaves(*views(b, d))).backward()
-    finally:
-        set_workspace(before)
+    with Largest() as largest:
+        ours.NTXentLoss()(*leaves(*views(b, d))).backward()
     assert largest.elements <= 4 * b * d < (2 * b) ** 2 / 8
 
 

@@ -159,21 +159,14 @@ def test_refuses_missing_methods_and_manual_optimisation() -> None:
 
 def reference(clip: float) -> Pairs:
     """Plain SGD on the joined batches of both ranks, which are consecutive rows."""
-    module, (x, y) = Uncached(), samples()
-
-    def loss_of(i: int) -> Tensor:
-        rows = slice(2 * BATCH * i, 2 * BATCH * (i + 1))
-        return dense_loss(module, x[rows], y[rows])
-
-    descend(module, loss_of, 1.0, clip)
+    module = Uncached()
+    module.clip = ClipLoss(group="local")
+    descend(module, lambda i: module.cached_loss(*joined()[i]), 1.0, clip)
     return module
 
 
-def dense_loss(module: Pairs, x: Tensor, y: Tensor) -> Tensor:
-    features = (F.normalize(tower(batch)) for tower, batch in ((module.x, x), (module.y, y)))
-    logits = module.log_scale.exp() * torch.matmul(next(features), next(features).T)
-    labels = torch.arange(len(x))
-    return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.T, labels)) / 2
+def joined() -> list[tuple[Tensor, ...]]:
+    return [*zip(*(side.split(2 * BATCH) for side in samples()), strict=True)]
 
 
 def on_two_under_ddp(_: World) -> None:
@@ -187,10 +180,8 @@ def on_two_under_ddp(_: World) -> None:
         assert trainer.world_size == 2
         expected = reference(0.3)
         assert_weights_equal(module, expected, weights_of(Pairs()))
-        x, y = samples()
-        batches = zip(x.split(2 * BATCH), y.split(2 * BATCH), strict=True)
         with torch.no_grad():
-            losses = [dense_loss(expected, *batch) for batch in batches]
+            losses = [expected.cached_loss(*batch) for batch in joined()]
         found = trainer.callback_metrics["val_loss"]
         torch.testing.assert_close(found, torch.stack(losses).mean(), rtol=1e-4, atol=1e-5)
 

@@ -11,10 +11,8 @@ import functools
 import inspect
 import json
 import logging
-import multiprocessing
 import os
 import random
-import traceback
 import weakref
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -34,15 +32,14 @@ from megabatch.data.glyphs import load_glyphs, write_glyphs
 from megabatch.errors import UsageError
 from megabatch.training.world import leave
 from tests import programs
+from tests.integrations.forks import run_in_forks
 from tests.models.tiny import TINY
-from tests.server import forked
 from tests.similarity.distributed.processes import new_store, torchrun_environment
 
 pytest.importorskip("open_clip_train")
 
 STEPS, BATCH = 4, 8
 Runs: TypeAlias = "dict[str, tuple[str, str]]"
-Task: TypeAlias = "tuple[Runs, int, Sequence[int]]"
 
 #: Whether OpenCLIP 4 is installed, which has tasks and FSDP2.
 NEW = hasattr(open_clip, "create_task")
@@ -139,26 +136,6 @@ def train_all(folder: Path, runs: Runs, rank: int, ports: Sequence[int]) -> None
             leave()
 
 
-def import_and_fork(folder: Path, tasks: Sequence[Task]) -> None:
-    """Import open_clip, which takes seconds, and fork a process for each task."""
-    import open_clip_train.main  # noqa: F401
-
-    context: Any = multiprocessing.get_context("fork")
-    processes = [context.Process(target=guarded, args=(folder, *task)) for task in tasks]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-
-
-def guarded(folder: Path, runs: Runs, rank: int, ports: Sequence[int]) -> None:
-    try:
-        train_all(folder, runs, rank, ports)
-    except BaseException:
-        file = folder / f"failure of rank {rank} of {1 + bool(ports)}"
-        file.write_text(traceback.format_exc())
-
-
 @dataclass
 class DataInfo:
     dataloader: Any
@@ -174,12 +151,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(open_clip.create_model(TINY).state_dict(), folder / "teacher.pt")
     stores = [new_store() for _ in PAIR]
     ports = [store.port for store in stores]
-    tasks = [(ALONE, 0, []), (PAIR, 0, ports), (PAIR, 1, ports)]
-    process = forked(import_and_fork, folder, tasks)
-    process.join(240)
-    process.kill()
-    failures = [f"{path.name}: {path.read_text()}" for path in folder.glob("failure*")]
-    assert not failures, "\n".join(failures)
+    tasks: list[Any] = [(ALONE, 0, []), (PAIR, 0, ports), (PAIR, 1, ports)]
+    calls = [(train_all, (folder, *task)) for task in tasks]
+    run_in_forks(["open_clip_train.main"], calls, folder, 240)
     return folder
 
 

@@ -12,18 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megabatch.similarity import set_workspace
 from tests.losses.reference import assert_equal
 from tests.losses.test_everywhere import Largest
 from tests.similarity.distributed.processes import World
 
 library = pytest.importorskip("pytorch_metric_learning")
 ours = pytest.importorskip("megabatch.integrations.pytorch_metric_learning")
-distances = pytest.importorskip("pytorch_metric_learning.distances")
-losses = pytest.importorskip("pytorch_metric_learning.losses")
-miners = pytest.importorskip("pytorch_metric_learning.miners")
-reducers = pytest.importorskip("pytorch_metric_learning.reducers")
-regularizers = pytest.importorskip("pytorch_metric_learning.regularizers")
+from pytorch_metric_learning import distances, losses, miners, reducers, regularizers  # noqa: E402
 
 NAMES = pytest.mark.parametrize("name", ["SupConLoss", "NTXentLoss"])
 D = 4
@@ -81,55 +76,45 @@ def test_references(name: str) -> None:
 
 # --- options of the library -----------------------------------------------------------------------
 
-REDUCERS: dict[str, Callable[[], Any]] = {
-    "mean": lambda: reducers.MeanReducer(),
-    "mean, statistics": lambda: reducers.MeanReducer(collect_stats=True),
-    "not zero": lambda: reducers.AvgNonZeroReducer(),
-    "sum": lambda: reducers.SumReducer(),
-    "threshold": lambda: reducers.ThresholdReducer(low=0.5, high=3.0),
-    "classes": lambda: reducers.ClassWeightedReducer(torch.linspace(1, 2, 5)),
-    "anchors": lambda: reducers.PerAnchorReducer(),
-    "several": lambda: reducers.MultipleReducers({"loss": reducers.SumReducer()}),
+#: Arguments of a loss, made for each one anew.
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "mean": lambda: {"reducer": reducers.MeanReducer()},
+    "mean, statistics": lambda: {"reducer": reducers.MeanReducer(collect_stats=True)},
+    "not zero": lambda: {"reducer": reducers.AvgNonZeroReducer()},
+    "sum": lambda: {"reducer": reducers.SumReducer()},
+    "threshold": lambda: {"reducer": reducers.ThresholdReducer(low=0.5, high=3.0)},
+    "classes": lambda: {"reducer": reducers.ClassWeightedReducer(torch.linspace(1, 2, 5))},
+    "anchors": lambda: {"reducer": reducers.PerAnchorReducer()},
+    "several": lambda: {"reducer": reducers.MultipleReducers({"loss": reducers.SumReducer()})},
+    "regularizer": lambda: {
+        "embedding_regularizer": regularizers.LpRegularizer(),
+        "embedding_reg_weight": 0.3,
+    },
+    **{
+        f"products, {normalize}": lambda normalize=normalize: {
+            "distance": distances.DotProductSimilarity(normalize_embeddings=normalize)
+        }
+        for normalize in (False, True)
+    },
+    "cosines, statistics": lambda: {"distance": distances.CosineSimilarity(collect_stats=True)},
 }
 
 
 @NAMES
-@pytest.mark.parametrize("reducer", REDUCERS)
-def test_reducers(name: str, reducer: str) -> None:
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options(name: str, option: str) -> None:
+    """Reducers, a regularizer and distances, with the statistics that they collect."""
     labels = torch.arange(13) % 5
-    mine, own = (
-        kind(reducer=REDUCERS[reducer](), temperature=0.3) for kind in map(type, both(name))
-    )
+    mine, own = (kind(temperature=0.3, **OPTIONS[option]()) for kind in map(type, both(name)))
     assert_equal(lambda x: mine(x, labels), lambda x: own(x, labels), rows(13))
-    if reducer == "mean, statistics":
-        assert mine.reducer.losses_size == own.reducer.losses_size > 1
-
-
-@NAMES
-def test_a_regularizer(name: str) -> None:
-    mine, own = both(
-        name, embedding_regularizer=regularizers.LpRegularizer(), embedding_reg_weight=0.3
-    )
-    assert_equal(lambda x: mine(x, LABELS), lambda x: own(x, LABELS), rows(13))
     assert mine.sub_loss_names() == own.sub_loss_names()
-
-
-@NAMES
-def test_distances(name: str) -> None:
-    for distance in (
-        distances.DotProductSimilarity(normalize_embeddings=False),
-        distances.DotProductSimilarity(normalize_embeddings=True),
-        distances.CosineSimilarity(collect_stats=True),
-    ):
-        mine, own = both(name, distance=distance, temperature=0.5)
-        assert_equal(partial(mine, labels=LABELS), partial(own, labels=LABELS), rows(13))
-    own(rows(13), LABELS)
-    expected = distance.initial_avg_query_norm, distance.final_avg_ref_norm
-    distance.reset_stats()
-    mine(rows(13), LABELS)
-    found = distance.initial_avg_query_norm, distance.final_avg_ref_norm
-    assert found == pytest.approx(expected)
-    assert found[1] == pytest.approx(1)
+    if option == "mean, statistics":
+        assert mine.reducer.losses_size == own.reducer.losses_size > 1
+    if option == "cosines, statistics":
+        for statistic in ("initial_avg_query_norm", "final_avg_ref_norm"):
+            found, expected = (getattr(loss.distance, statistic) for loss in (mine, own))
+            assert found == pytest.approx(expected)
+        assert found == pytest.approx(1)
 
 
 # --- wrappers and miners --------------------------------------------------------------------------
@@ -178,16 +163,11 @@ def on_two_the_distributed_wrapper(world: World) -> None:
 
 
 @NAMES
-def test_no_matrix_is_formed(name: str) -> None:
+def test_no_matrix_is_formed(name: str, small_blocks: None) -> None:
     b, d = 512, 8
-    before = set_workspace(64 << 10)
-    try:
-        with Largest() as largest:
-            getattr(ours, name)()(
-                torch.randn(b, d, requires_grad=True), torch.arange(b) // 3
-            ).backward()
-    finally:
-        set_workspace(before)
+    x = torch.randn(b, d, requires_grad=True)
+    with Largest() as largest:
+        getattr(ours, name)()(x, torch.arange(b) // 3).backward()
     assert largest.elements <= 4 * b * d < b * b / 8
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from megabatch.gradient_cache import GradientCache
 from megabatch.losses import ClipLoss, InfoNCELoss
@@ -33,12 +34,12 @@ from tests.integrations.hf import (  # noqa: E402
     BATCH,
     Cached,
     Plain,
-    accelerated,
     arguments,
     bert,
     collate,
     collate_pairs,
     images_and_texts,
+    images_trainer,
     model_of,
     pairs_trainer,
     rows_of,
@@ -46,11 +47,8 @@ from tests.integrations.hf import (  # noqa: E402
     texts,
     with_adapters,
 )
-from tests.integrations.training import (  # noqa: E402
-    assert_weights_equal,
-    descend,
-    weights_of,
-)
+from tests.integrations.training import assert_weights_equal, descend, weights_of  # noqa: E402
+from tests.process_state import changed  # noqa: E402
 from tests.similarity.distributed.processes import World  # noqa: E402
 
 EXAMPLE = str(ROOT / "examples" / "digit_halves" / "hf_trainer.py")
@@ -66,9 +64,8 @@ def losses_logged(trainer: Any) -> list[float]:
 @pytest.fixture
 def _float64() -> Iterator[None]:
     """Set float64 as default: transformers 4.48 makes a mask in the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with changed("default dtype", torch.float64):
+        yield
 
 
 @pytest.mark.usefixtures("_float64")
@@ -94,15 +91,12 @@ def test_loss_and_gradients_are_those_of_the_models_forward(kind: str) -> None:
     ids=["clip", "siglip", "LoRA"],
 )
 def test_trains_and_evaluates_as_the_trainer(kind: str, towers: str | None, tmp_path: Path) -> None:
-    data = rows_of(images_and_texts(18))  # the last batch has two rows, and its update one batch
     trainers = []
-    for trainer_class, extra in ((Plain, {}), (Cached, {"micro_batch_size": 3})):
+    for trainer_class in (Plain, Cached):
         model = with_adapters(model_of(kind), towers)
         before = weights_of(model)
-        trainer = trainer_class(
-            model, arguments(tmp_path), data_collator=collate, train_dataset=data,
-            eval_dataset=data[:10], **extra,
-        )  # fmt: skip
+        # The last batch has two rows, and its update one batch.
+        trainer = images_trainer(trainer_class, model, arguments(tmp_path), 18, 10)
         trainer.train()
         trainer.evaluate()
         trainers.append(trainer)
@@ -195,17 +189,15 @@ class Watched(ClipLoss):
 @pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.gpu)])
 def test_half_precision_is_autocast_in_the_loss_too(precision: str, tmp_path: Path) -> None:
     """The model's own forward pass uses it too, and rounds in another order; float16 is scaled."""
-    data, gradients, loss = rows_of(images_and_texts()), [], Watched()
+    gradients, loss = [], Watched()
     on_gpu = precision == "fp16"
-    for trainer_class, extra in ((Plain, {}), (Cached, {"micro_batch_size": 3, "loss": loss})):
+    for trainer_class, extra in ((Plain, {}), (Cached, {"loss": loss})):
         options = arguments(
             tmp_path, use_cpu=not on_gpu, max_steps=1, max_grad_norm=1e9, **{precision: True}
         )
         assert options.device.type == ("cuda" if on_gpu else "cpu")  # counts the machine's GPUs
         options._n_gpu = int(on_gpu)
-        trainer = trainer_class(
-            model_of("clip"), options, data_collator=collate, train_dataset=data, **extra
-        )
+        trainer = images_trainer(trainer_class, model_of("clip"), options, 20, 0, **extra)
         if on_gpu:
             scaler = trainer.accelerator.scaler
             scaler.load_state_dict({**scaler.state_dict(), "scale": 64.0})  # nothing overflows
@@ -292,35 +284,47 @@ def slices(batch: dict[str, Tensor], i: int) -> dict[str, Tensor]:
     return {name: value[2 * BATCH * i :][: 2 * BATCH] for name, value in batch.items()}
 
 
+def train_and_compare(model: Any, expected: Any, options: Any) -> Any:
+    """Weights and losses become those of one process with the batches of both: `expected`."""
+    batch, before = images_and_texts(8 * BATCH), weights_of(model)
+    trainer = images_trainer(Cached, model, options, 8 * BATCH, 2 * BATCH)
+    trainer.train()
+    descend(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 0.3, 0.5)
+    with torch.no_grad():
+        loss = expected(**slices(batch, 0), return_loss=True).loss
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    if hasattr(model, "reshard"):
+        model.reshard()
+    assert_weights_equal(model, expected, before)
+    return trainer
+
+
 def on_two_the_models_own_loss_under_ddp(_: World) -> None:
-    """Weights and logged losses are those of one process with the batches of both."""
-    batch = images_and_texts(8 * BATCH)
     for kind, towers in (("clip", None), ("clip", "text"), ("siglip", None)):
         model, expected = (with_adapters(model_of(kind), towers) for _ in range(2))
-        before = weights_of(model)
-        data = rows_of(batch)
-        trainer = Cached(
-            model, arguments(NOWHERE), data_collator=collate, train_dataset=data,
-            eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
-        )  # fmt: skip
-        trainer.train()
+        trainer = train_and_compare(model, expected, arguments(NOWHERE))
         assert type(trainer.model_wrapped).__name__ == "DistributedDataParallel"
-        descend(
-            expected, lambda i, m=expected: m(**slices(batch, i), return_loss=True).loss, 0.3, 0.5
-        )
-        assert_weights_equal(model, expected, before)
-        with torch.no_grad():
-            loss = expected(**slices(batch, 0), return_loss=True).loss
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
     trainer.compute_metrics = runpy.run_path(EXAMPLE)["recall"]  # gets the features of both
     assert trainer.evaluate()["eval_x_to_y/queries"] == 2 * BATCH
 
 
 def on_two_a_loop_with_accelerate(_: World) -> None:
-    model, before = accelerated(batches=8)
-    batch, expected = images_and_texts(8 * BATCH), model_of("siglip")
+    """A custom loop that accumulates two batches per step."""
+    accelerator = accelerate.Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model, expected, batch = model_of("siglip"), model_of("siglip"), images_and_texts(8 * BATCH)
+    before, data = weights_of(model), DataLoader(rows_of(batch), BATCH, collate_fn=collate)
+    sgd = torch.optim.SGD(model.parameters(), 0.3)
+    model, optimizer, data = accelerator.prepare(model, sgd, data)
+    step = GradientCache(FeatureEncoder(model), own_loss(model), 3)
+    for own in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(step(own))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
     descend(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 0.3, 0.5)
-    assert_weights_equal(model, expected, before)
+    assert_weights_equal(accelerator.unwrap_model(model), expected, before)
 
 
 def set_cpu(state: Any) -> None:
@@ -339,17 +343,7 @@ def on_two_the_trainers_fsdp2(_: World) -> None:
     ):
         layers = {"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["SiglipEncoderLayer"]}
         options = arguments(NOWHERE, fsdp=True, fsdp_config=layers)
-        batch, model, expected = images_and_texts(8 * BATCH), model_of("siglip"), model_of("siglip")
-        before, data = weights_of(model), rows_of(batch)
-        trainer = Cached(
-            model, options, data_collator=collate, train_dataset=data,
-            eval_dataset=data[: 2 * BATCH], micro_batch_size=3,
-        )  # fmt: skip
-        assert trainer.accelerator.state.fsdp_plugin.fsdp_version == 2  # which 1 is refused by
-        trainer.train()
-        assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
-        descend(expected, lambda i: expected(**slices(batch, i), return_loss=True).loss, 0.3, 0.5)
-        loss = expected(**slices(batch, 0), return_loss=True).loss
-        assert trainer.evaluate()["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
-    model.reshard()
-    assert_weights_equal(model, expected, before)
+        model = model_of("siglip")
+        trainer = train_and_compare(model, model_of("siglip"), options)
+    assert trainer.accelerator.state.fsdp_plugin.fsdp_version == 2  # which 1 is refused by
+    assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())

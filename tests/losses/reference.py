@@ -8,12 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def leaves(*values: Tensor | float) -> list[Tensor]:
-    """Float64 copies that require gradients."""
-    return [
-        torch.as_tensor(v, dtype=torch.float64).clone().detach().requires_grad_() for v in values
-    ]
+from tests.similarity.exact import compare, leaves
 
 
 def assert_equal(
@@ -23,16 +18,7 @@ def assert_equal(
     mine, theirs = leaves(*values), leaves(*values)
     a, b = ours(*mine), truth(*theirs)
     assert b.isfinite()
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-11 * max(1.0, abs(b.item())))
-    a.backward()
-    b.backward()
-    for i, (m, t) in enumerate(zip(mine, theirs, strict=True)):
-        if t.grad is None:
-            assert m.grad is None or not m.grad.any(), f"value {i}"
-            continue
-        assert m.grad is not None, f"value {i}"
-        size = max(1.0, t.grad.abs().max().item()) if t.grad.numel() else 1.0
-        torch.testing.assert_close(m.grad, t.grad, rtol=0, atol=1e-11 * size)
+    compare([a], [b], mine, theirs)
 
 
 def same(ids: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ from torch import Tensor
 import megabatch as mb
 from megabatch.losses import clip
 from megabatch.similarity import backends, soft_targets
-from tests.losses.reference import assert_equal, clip_of_logits, leaves
+from tests.losses.reference import assert_equal, clip_of_logits
+from tests.similarity.exact import leaves
 from tests.similarity.features import MAKERS
 
 SCALES = (0.01, 14.3, 100.0, 200.0)

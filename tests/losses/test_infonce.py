@@ -11,7 +11,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch.losses import negatives as module
-from tests.losses.reference import leaves
+from tests.similarity.exact import leaves
 from tests.similarity.features import MAKERS
 
 B, D = 12, 5

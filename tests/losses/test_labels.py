@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megabatch as mb
-from tests.losses.reference import assert_equal, leaves, sincere_of_logits, supcon_of_logits
+from tests.losses.reference import assert_equal, sincere_of_logits, supcon_of_logits
+from tests.similarity.exact import leaves
 from tests.similarity.features import MAKERS
 
 #: Some feature matrices have rows that are not of unit length.

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import megabatch as mb
-from tests.losses.reference import assert_equal, leaves, siglip_of_logits
+from tests.losses.reference import assert_equal, siglip_of_logits
+from tests.similarity.exact import leaves
 from tests.similarity.features import MAKERS
 
 PAIRS = [("image", "text"), ("audio", "text"), ("image", "audio")]

@@ -1,13 +1,11 @@
 """Low precision: gradients of each loss, row by row, have no larger errors than the dense one's.
 
-The criterion is that of tests/similarity/test_precision.py: logits and softmax in float32, dS
-rounded to the features' dtype once, float32 accumulation. On a GPU with thousands of rows.
+The criterion is that of tests/similarity/precision.py. On a GPU with thousands of rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -24,7 +22,7 @@ from tests.losses.reference import (
     supcon_of_logits,
 )
 from tests.similarity.features import MAKERS
-from tests.similarity.test_precision import FACTOR, row_errors
+from tests.similarity.precision import Case, check, further_negatives
 
 #: Some feature matrices have rows that are not of unit length.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
@@ -40,11 +38,6 @@ def indices(x: Tensor, period: int) -> Tensor:
 
 def is_own(s: Tensor) -> Tensor:
     return torch.eye(*s.shape, dtype=torch.bool, device=s.device)
-
-
-def further_negatives(y: Tensor) -> Tensor:
-    """Rows from the distribution of y's."""
-    return y[: len(y) // 3].roll(1, dims=1)
 
 
 def guides(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,13 +103,6 @@ def labelled(loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Tensor:
     return loss(both, indices(both, 11))
 
 
-class Case(NamedTuple):
-    ours: Callable[[Tensor, Tensor, Tensor], Tensor]
-    dense: Callable[[Tensor], Tensor]  #: of the logits of `columns`
-    columns: str = "y"
-    smoothing: float = 0.0  #: its gradient through all columns is rounded separately
-
-
 CASES = {
     "clip, shared captions": Case(
         lambda x, y, s: mb.ClipLoss()(x, y, s, ids=indices(x, 37)),
@@ -131,8 +117,9 @@ CASES = {
     "siglip": Case(
         lambda x, y, s: mb.SigLipLoss()(x, y, s, BIAS),
         lambda s: siglip_of_logits(s + BIAS),
+        bias=BIAS,
     ),
-    "siglip, teacher": Case(soft_labels, dense_soft_labels),
+    "siglip, teacher": Case(soft_labels, dense_soft_labels, bias=BIAS),
     "infonce": Case(
         lambda x, y, s: mb.InfoNCELoss(1 / s)(x, y, further_negatives(y)),
         lambda s: F.cross_entropy(s, indices(s, len(s))),
@@ -173,72 +160,6 @@ CASES = {
         "both",
     ),
 }
-
-
-def sides(case: Case, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns of the matrix."""
-    if case.columns == "both":
-        return (torch.cat([x, y]),) * 2
-    return x, y if case.columns == "y" else torch.cat([y, further_negatives(y)])
-
-
-def on_inputs(case: Case, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of x and y, or their bounds, from those of rows and columns."""
-    b = len(rows) // 2 if case.columns == "both" else len(rows)
-    if case.columns == "both":
-        return rows[:b] + columns[:b], rows[b:] + columns[b:]
-    dy, extra = columns[:b].clone(), columns[b:]
-    dy[: len(extra)] += extra.roll(-1, dims=1) if extra.dim() == 2 else extra
-    return rows, dy
-
-
-def gradients(
-    case: Case, x: Tensor, y: Tensor, scale: float, dtype: torch.dtype, rounded: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dy, dscale) with logits and softmax in `dtype`, dS rounded once to `rounded`."""
-    left, right = (t.to(dtype) for t in sides(case, x, y))
-    s = (scale * (left @ right.T)).requires_grad_()
-    case.dense(s).backward()
-    if case.columns == "both":
-        # Each pair is computed once, with the sum of both entries' gradients.
-        ds = (s.grad + s.grad.T).to(rounded).to(dtype)
-        rows, columns = scale * (ds @ right), torch.zeros_like(right)
-        return *on_inputs(case, rows, columns), (left * (ds @ right)).sum() / 2
-    ds = s.grad.to(rounded).to(dtype)
-    dx, dy = on_inputs(case, scale * (ds @ right), scale * (ds.T @ left))
-    return dx, dy, (left * (ds @ right)).sum()
-
-
-def float32_noise(case: Case, x: Tensor, y: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Errors of each row and of dscale if logits and log-sum-exps are rounded to float32."""
-    left, right = (t.double() for t in sides(case, x, y))
-    s = (scale * (left @ right.T)).requires_grad_()
-    case.dense(s).backward()
-    largest = s.detach().abs().max() + torch.tensor(s.shape[1]).log() + abs(BIAS)
-    noise = 2 * torch.finfo(torch.float32).eps * (1 + largest) * s.grad.abs()
-    dscale = (noise * s.detach().abs()).sum() / scale
-    rows, columns = scale * (noise @ right.norm(dim=1)), scale * (noise.T @ left.norm(dim=1))
-    return *on_inputs(case, rows, columns), dscale
-
-
-def check(case: Case, x: Tensor, y: Tensor, scale: float) -> None:
-    b, dtype = len(x), x.dtype
-    exact = gradients(case, x.double(), y.double(), scale, torch.float64, torch.float64)
-    peer = gradients(case, x, y, scale, torch.float32, dtype)
-    noise = float32_noise(case, x, y, scale)
-    a, c = (t.clone().requires_grad_() for t in (x, y))
-    s = torch.tensor(scale, requires_grad=True, device=x.device)
-    case.ours(a, c, s).backward()
-    half = torch.finfo(dtype).eps / 2
-    second = case.smoothing * half * scale / b * max(x.norm(dim=1).max(), y.norm(dim=1).max())
-    tiny = max(torch.finfo(dtype).smallest_normal, 4e-21 * scale / b)
-    for mine, i in ((a.grad, 0), (c.grad, 1)):
-        theirs = row_errors(peer[i], exact[i])
-        limit = FACTOR * theirs.maximum(theirs.median()) + half * exact[i].norm(dim=1)
-        assert (row_errors(mine, exact[i]) <= limit + noise[i] + second + tiny).all()
-    terms = (x.double() * exact[0]).sum(1).abs().sum() / scale
-    limit = 2 * half * terms + noise[2] + FACTOR * abs(peer[2] - exact[2])
-    assert abs(s.grad - exact[2]) <= limit + tiny
 
 
 @pytest.mark.parametrize("maker", MAKERS)

@@ -215,14 +215,3 @@ def test_a_tensors_temperature_moves_with_the_module(make: Any) -> None:
     assert loss.temperature.dtype == torch.float16
     assert torch.equal(loss(X, Y), mb.NTXentLoss(0.25)(X, Y))
     assert torch.equal(mb.NTXentLoss(make(torch.tensor(0.3))).double()(X, Y), expected)
-
-
-def test_one_parameter_as_the_temperature_of_two_losses() -> None:
-    shared, single = (nn.Parameter(torch.tensor(0.3)) for _ in range(2))
-    (mb.NTXentLoss(shared)(X, Y) + mb.SupConLoss(shared)(X, IDS)).backward()
-    assert shared.grad is not None
-    parts = [
-        torch.autograd.grad(loss, single)[0]
-        for loss in (mb.NTXentLoss(single)(X, Y), mb.SupConLoss(single)(X, IDS))
-    ]
-    torch.testing.assert_close(shared.grad, parts[0] + parts[1])

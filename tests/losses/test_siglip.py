@@ -6,6 +6,7 @@ from torch import Tensor
 
 import megabatch as mb
 from tests.losses.reference import assert_equal
+from tests.similarity.dense import softplus_sum
 from tests.similarity.features import MAKERS
 
 
@@ -21,13 +22,10 @@ def test_a_teachers_labels() -> None:
     teacher = {"dist_image_features": 3 * u, "dist_text_features": v, "dist_logit_scale": 5.0}
     loss = mb.SigLipLoss(normalize=True)
 
-    def dense(x: Tensor, y: Tensor, s: Tensor, c: Tensor) -> Tensor:
-        logits, labels = s * x @ y.T + c, torch.sigmoid(5 * u @ v.T)
-        losses = F.binary_cross_entropy_with_logits(logits, labels, reduction="none").sum(1)
-        return (weights * losses).sum() / weights.sum()
+    def truth(x: Tensor, y: Tensor, s: Tensor, c: Tensor) -> Tensor:
+        sides = F.normalize(x), F.normalize(y), s, c
+        return softplus_sum(*sides, weight=weights, teacher=(u, v, 5.0, 0.0)) / weights.sum()
 
     assert_equal(
-        lambda x, y, s, c: loss(x, y, s, c, weights=weights, **teacher),
-        lambda x, y, s, c: dense(F.normalize(x), F.normalize(y), s, c),
-        *(x, y, 10.0, -3.0),
+        lambda x, y, s, c: loss(x, y, s, c, weights=weights, **teacher), truth, *(x, y, 10.0, -3.0)
     )

@@ -11,7 +11,7 @@ import torch
 import megabatch as mb
 from megabatch.losses.terms import debiased
 from megabatch.similarity import eager
-from tests.losses.reference import leaves
+from tests.similarity.exact import leaves
 
 #: Some feature matrices have rows that are not of unit length.
 pytestmark = pytest.mark.filterwarnings("ignore:.*lengths of rows")
@@ -62,13 +62,3 @@ def test_the_sum_at_its_floor_and_where_exponentials_overflow() -> None:
     first = math.log((math.exp(2) - 0.4) / 0.9)
     third = 1010 + math.log((1 - 0.4 * math.exp(-10)) / 0.9)
     torch.testing.assert_close(found, torch.tensor([first, math.log(4) - 1, third]))
-
-
-def test_the_sum_of_nothing_and_of_nan() -> None:
-    nothing = debiased(
-        torch.zeros(1), torch.tensor([-torch.inf]), torch.tensor(1.0), torch.tensor(0.0), 0.1
-    )
-    assert nothing == -torch.inf
-    for bad in ([torch.nan, 0.0], [0.0, torch.nan]):
-        parts = torch.tensor(bad).split(1)
-        assert debiased(*parts, torch.tensor(1.0), torch.tensor(4.0), 0.1).isnan()

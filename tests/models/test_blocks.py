@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from megabatch.models import create
-from megabatch.models.blocks import (
-    blocks,
-    checkpoint_activations,
-    compile_blocks,
-)
+from megabatch.models.blocks import blocks, checkpoint_activations, compile_blocks
 from tests.models.tiny import TINY
 from tests.training.toy import WIDTH, Block, toy
 
@@ -25,11 +21,11 @@ def test_blocks_are_the_repeated_modules_or_the_towers() -> None:
     assert blocks(glyph) == [glyph.visual, glyph.text]
 
 
-def test_the_first_layers_of_images_are_compiled_too(graphs: list[Any]) -> None:
+def test_the_first_layers_of_images_are_compiled_too(graphs: Counting) -> None:
     model = create(TINY).module.eval()
     pixels = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8)
     expected = model.encode_image(pixels)  # type: ignore[operator]
-    compile_blocks(model, backend=counting(graphs))
+    compile_blocks(model, backend=graphs)
     assert torch.equal(model.encode_image(pixels), expected)  # type: ignore[operator]
     assert len(graphs) == 3  # one of them of the blocks
 
@@ -54,36 +50,31 @@ def test_blocks_are_computed_again_and_compiled_under_their_own_names() -> None:
     assert list(model.state_dict()) == names
 
 
-@pytest.fixture
-def graphs() -> Iterator[list[Any]]:
-    """The inputs of each graph that the backend `counting(graphs)` got."""
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own, which a model may raise
-        yield []
-    torch._dynamo.reset()
+class Counting(list[Any]):
+    """A backend that runs graphs as they are, and the inputs of each graph that it got."""
 
-
-def features(rows: int) -> torch.Tensor:
-    return torch.randn(rows, WIDTH, dtype=torch.float64)
-
-
-def counting(graphs: list[Any]) -> Any:
-    def backend(graph: Any, inputs: list[Any]) -> Any:
-        graphs.append(inputs)
+    def __call__(self, graph: Any, inputs: list[Any]) -> Any:
+        self.append(inputs)
         return graph.forward
 
-    return backend
+
+@pytest.fixture
+def graphs() -> Iterator[Counting]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=8):  # torch's own, which a model may raise
+        yield Counting()
+    torch._dynamo.reset()
 
 
-def test_blocks_share_a_graph_per_tower_and_number_of_rows(graphs: list[Any]) -> None:
+def test_blocks_share_a_graph_per_tower_and_number_of_rows(graphs: Counting) -> None:
     model = toy()
-    compile_blocks(model, ["text"], backend=counting(graphs))
+    compile_blocks(model, ["text"], backend=graphs)
     for rows in (5, 3, 4, 5):
-        model(features(rows), features(rows))
+        model(*torch.randn(2, rows, WIDTH, dtype=torch.float64))
     assert len(graphs) == 3 + 1  # each number of rows of images; texts once
 
 
-def test_blocks_with_constants_of_their_own_are_all_compiled(graphs: list[Any]) -> None:
+def test_blocks_with_constants_of_their_own_are_all_compiled(graphs: Counting) -> None:
     class Scaled(nn.Module):
         def __init__(self, rate: float) -> None:
             super().__init__()
@@ -94,6 +85,6 @@ def test_blocks_with_constants_of_their_own_are_all_compiled(graphs: list[Any]) 
 
     model = nn.Module()
     model.visual = nn.Sequential(*(Scaled(i / 10) for i in range(10)))
-    compile_blocks(model, backend=counting(graphs))
+    compile_blocks(model, backend=graphs)
     model.visual(torch.ones(3, 2))
     assert len(graphs) == 10

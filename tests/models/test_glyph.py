@@ -8,8 +8,6 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 from megabatch.models import Towers, create
@@ -32,7 +30,6 @@ def test_features_are_normalised_and_the_scale_starts_as_openclips(towers: Tower
         torch.testing.assert_close(outputs[key].norm(dim=-1), torch.ones(3))
     assert outputs["logit_scale"].item() == pytest.approx(1 / 0.07)
     assert towers.module.logit_scale.item() == pytest.approx(math.log(1 / 0.07))
-    assert not torch.allclose(towers.module.encode_text(texts).norm(dim=-1), torch.ones(3))
     for part in (towers.train_transform, towers.eval_transform, towers.tokenizer):
         pickle.loads(pickle.dumps(part))  # workers get them
     # Features depend on no other image.
@@ -89,11 +86,9 @@ def test_tokens_are_the_same_in_every_process() -> None:
     assert features("---") == ["^ $"]  # a text without words has one token
 
 
-@given(
-    st.lists(st.text(st.sampled_from("ab é-1,²İß\U0001f600 \n"), max_size=60)), st.integers(1, 80)
-)
-def test_tokens_are_the_features_hashes(texts: list[str], length: int) -> None:
-    found = HashingTokenizer(1000, length)(texts)
-    for text, row in zip(texts, found.tolist(), strict=True):
-        hashes = [zlib.crc32(feature.encode()) % 999 + 1 for feature in features(text)][:length]
-        assert row == hashes + [0] * (length - len(hashes))
+def test_tokens_are_the_features_hashes() -> None:
+    texts = ["", "ab é-1,²İß\U0001f600 \n", "a", "ab ab ab ab"]
+    for length in (1, 5, 80):
+        for text, row in zip(texts, HashingTokenizer(1000, length)(texts).tolist(), strict=True):
+            hashes = [zlib.crc32(feature.encode()) % 999 + 1 for feature in features(text)][:length]
+            assert row == hashes + [0] * (length - len(hashes))

@@ -1,4 +1,4 @@
-"""Hugging Face models of images and texts: transformers' own features, weights and training."""
+"""Hugging Face models of images and texts; tests/export compares features with transformers'."""
 
 from __future__ import annotations
 
@@ -7,23 +7,19 @@ import math
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from megabatch.errors import UsageError
-from megabatch.models import ModelOptions, Towers, create
+from megabatch.models import ModelOptions, create
 from megabatch.models.blocks import blocks
 from megabatch.models.hf_images import KINDS
 from megabatch.models.towers import lock, locked_towers
 from tests.export.runs import change_json
+from tests.models.tiny_bert import made
 from tests.models.tiny_clip import save_tiny_clip
-
-TEXTS = ["a b c", "d", "e f g h a"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -36,73 +32,28 @@ def clip(tmp_path: Path) -> Path:
     return save_tiny_clip(tmp_path, "clip")
 
 
-def made(folder: Path, **options: object) -> Towers:
-    towers = create(f"hf:{folder}", options=ModelOptions(**options))  # type: ignore[arg-type]
-    towers.module.eval()  # no dropout
-    return towers
-
-
-def theirs(output: object) -> Tensor:
-    """Features as transformers 4 or 5 returns them."""
-    return output if isinstance(output, Tensor) else output.pooler_output  # type: ignore[attr-defined,no-any-return]
-
-
-def pictures(count: int) -> Tensor:
-    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(3))
-
-
-def test_features_scale_and_bias_are_transformers_own(folder: Path) -> None:
-    import transformers
-
+def test_a_model_is_ready_for_training(folder: Path) -> None:
     towers = made(folder)
-    whole = transformers.AutoModel.from_pretrained(folder).eval()
-    images, tokens = pictures(3), towers.tokenizer(TEXTS)
-    text = whole.get_text_features(input_ids=tokens)
-    image = whole.get_image_features(pixel_values=images)
-    torch.testing.assert_close(towers.module.encode_text(tokens), theirs(text))
-    torch.testing.assert_close(towers.module.encode_image(images), theirs(image))
-    outputs = towers.module(images, tokens)
-    torch.testing.assert_close(outputs["logit_scale"], whole.logit_scale.exp())
-    assert ("logit_bias" in outputs) == (whole.config.model_type == "siglip")
-    assert outputs["text_features"].shape == (3, towers.embed_dim)
-    torch.testing.assert_close(outputs["image_features"].norm(dim=-1), torch.ones(3))
-    assert ("text" in towers.lengths) == (whole.config.model_type != "siglip")
+    pictures = [Image.new("RGB", size) for size in ((72, 48), (32, 32), (9, 40))]
+    images = torch.stack([towers.train_transform(picture) for picture in pictures])
+    outputs = towers.module(images, towers.tokenizer(["a b c", "d", "e f"]))
+    siglip = "logit_bias" in outputs
+    assert siglip == ("siglip" in towers.module.visual.vision_model.config.model_type)
+    assert siglip == ("text" not in towers.lengths)
+    for name in ("image_features", "text_features"):
+        assert outputs[name].shape == (3, towers.embed_dim)
+        torch.testing.assert_close(outputs[name].norm(dim=-1), torch.ones(3))
     (outputs["image_features"] * outputs["text_features"] * outputs["logit_scale"]).sum().backward()
     without = {name for name, p in towers.module.named_parameters() if p.grad is None}
     assert without <= {"logit_bias"}  # DDP would wait for others
     for part in (towers.train_transform, towers.eval_transform, towers.tokenizer):
         pickle.loads(pickle.dumps(part))
-
-
-def test_images_are_prepared_as_the_processor_does(folder: Path) -> None:
-    import transformers
-
-    noise = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
-    picture = Image.fromarray(noise).resize((72, 48), Image.Resampling.BICUBIC)
-    processor = transformers.AutoImageProcessor.from_pretrained(folder)
-    expected = processor(picture, return_tensors="pt")["pixel_values"][0]
-    towers = made(folder)
-    # Two libraries' bicubic filters, and rounding to 8 bits between their steps.
-    normalization = towers.module.get_submodule("visual.pixel_normalization")
-    pixels = normalization(towers.eval_transform(picture))
-    torch.testing.assert_close(pixels, expected, atol=0.05, rtol=0)
-    assert towers.train_transform(picture).shape == (3, 32, 32)
-
-
-def test_weights_of_a_run_come_back(folder: Path, tmp_path: Path) -> None:
-    state = {name: value + 0.01 for name, value in made(folder).module.state_dict().items()}
-    save_file(state, tmp_path / "model.safetensors")
-    again = create(f"hf:{folder}", pretrained=tmp_path / "model.safetensors").module
-    torch.testing.assert_close(again.state_dict(), state, rtol=0, atol=0)
-
-
-def test_towers_are_found_for_locks_and_shards(folder: Path) -> None:
-    module = made(folder).module
-    assert len(blocks(module)) == 4
-    lock(module, "image")
-    assert locked_towers(module) == {"image"}
-    lock(module, "text")
-    assert not [n for n, p in module.named_parameters() if p.requires_grad and "logit" not in n]
+    assert len(blocks(towers.module)) == 4
+    lock(towers.module, "image")
+    assert locked_towers(towers.module) == {"image"}
+    lock(towers.module, "text")
+    trained = {name for name, p in towers.module.named_parameters() if p.requires_grad}
+    assert trained <= {"logit_scale", "logit_bias"}
 
 
 def test_without_weights_it_starts_at_random_where_told(folder: Path, tmp_path: Path) -> None:
@@ -118,34 +69,23 @@ def test_without_weights_it_starts_at_random_where_told(folder: Path, tmp_path: 
     assert stored.logit_bias.item() == (-10 if own.logit_bias is None else own.logit_bias.item())
 
 
-def test_other_options_missing_weights_and_other_kinds_are_told(clip: Path) -> None:
-    with pytest.raises(UsageError, match=r"--hf-pooling, --force-image-size: hf:.* no such option"):
-        made(clip, hf_pooling="cls", force_image_size=64)
-    stored = load_file(clip / "model.safetensors")
-    del stored["text_projection.weight"]
-    save_file(stored, clip / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UsageError, match=r"lacks 1 tensor of its model, such as text_projection"):
-        made(clip)
-    change_json(clip / "config.json", model_type="clipseg")
-    with pytest.raises(UsageError, match=r"of type 'clipseg', expected one of clip, .*siglip"):
-        made(clip)
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("file", "changes", "message"),
     [
-        (None, "cannot be read"),
-        ({"resample": 0}, "pixels, by a bilinear or bicubic filter"),
-        ({"size": {"shortest_edge": 36}}, "does not only resize to 32 x 32 pixels"),
-        ({"crop_size": {"height": 24, "width": 24}}, "does not only resize"),
-        ({"do_normalize": False}, "does not only resize"),
+        ("config.json", {"model_type": "clipseg"}, "of type 'clipseg', expected one of clip, "),
+        ("preprocessor_config.json", {"image_mean": None}, "cannot be read: TypeError: "),
+        ("preprocessor_config.json", {"resample": 0}, "pixels, by a bilinear or bicubic filter"),
+        ("preprocessor_config.json", {"size": {"shortest_edge": 36}}, "resize to 32 x 32 pixels"),
+        ("preprocessor_config.json", {"crop_size": 24}, "does not only resize"),
+        ("preprocessor_config.json", {"do_normalize": False}, "does not only resize"),
     ],
 )
-def test_an_image_processor_that_is_broken_or_does_something_else_is_refused(
-    clip: Path, changes: dict[str, object] | None, message: str
+def test_other_kinds_processors_and_options_are_refused(
+    clip: Path, file: str, changes: dict[str, object], message: str
 ) -> None:
-    path = clip / "preprocessor_config.json"
-    path.write_text("[]") if changes is None else change_json(path, **changes)
+    with pytest.raises(UsageError, match=r"--hf-pooling, --force-image-size: hf:.* no such option"):
+        made(clip, hf_pooling="cls", force_image_size=64)
+    change_json(clip / file, **changes)
     with pytest.raises(UsageError, match=message):
         made(clip)
 

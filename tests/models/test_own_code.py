@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megabatch.errors import UsageError
-from megabatch.hints import is_reference
 from megabatch.models import own_code
+from megabatch.options import is_reference
 from tests.own_parts import WriteModule, user_modules
 
 
@@ -21,21 +21,13 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WriteModu
         yield written
 
 
-@pytest.mark.parametrize("value", ["mine:Loss", "a.b_2.c:make", "größe:Verlust"])
-def test_references(value: str) -> None:
-    assert is_reference(value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *("clip", "ViT-B-32", "hf:folder", "local-dir:folder", "local-dir:/a/b", "mine:", ":Loss"),
-        *("mine:a.b", "mine:a:b", "a-b:c", "2a:b", ".a:b", "a..b:c", "mine:Loss\n"),
-        *(None, 3, Path("a:b")),
-    ],
-)
-def test_no_references(value: object) -> None:
-    assert not is_reference(value)
+def test_references() -> None:
+    for value in ("mine:Loss", "a.b_2.c:make", "größe:Verlust"):
+        assert is_reference(value), value
+    names = ("clip", "ViT-B-32", "hf:folder", "local-dir:folder", "local-dir:/a/b")
+    broken = ("mine:", ":Loss", "mine:a.b", "mine:a:b", "a-b:c", "2a:b", ".a:b", "a..b:c", "a:b\n")
+    for other in (*names, *broken, None, 3, Path("a:b")):
+        assert not is_reference(other), other
 
 
 def test_modules_come_from_the_working_directory_and_from_what_is_installed(
@@ -70,22 +62,16 @@ def test_a_module_or_name_that_cannot_be_used_says_why(
         assert f"({path}, line 2)" in str(caught.value)
 
 
-def test_a_call_gets_the_arguments_that_it_has() -> None:
-    def two(a: int, b: int = 5) -> tuple[int, int]:
-        return a, b
+def test_a_call_gets_the_arguments_that_it_has_and_its_errors_name_their_place() -> None:
+    def divide(a: int, b: int = 0) -> float:
+        return a / b
 
     def anything(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         return args, kwargs
 
-    assert own_code.call(two, "--loss m:f", a=1, c=3) == (1, 5)
     assert own_code.call(anything, "--loss m:f", a=1) == ((), {})
+    assert own_code.call(divide, "--loss m:f", a=4, b=2, c=3) == 2
     with pytest.raises(UsageError, match=r"^--loss m:f: it needs a; expected parameters with"):
-        own_code.call(two, "--loss m:f", b=1)
-
-
-def test_an_error_in_a_call_names_its_place() -> None:
-    def fail() -> None:
-        raise KeyError("x")
-
-    with pytest.raises(UsageError, match=r"^--loss m:f: KeyError: 'x' \(.*test_own_code.py, "):
-        own_code.call(fail, "--loss m:f")
+        own_code.call(divide, "--loss m:f", b=1)
+    with pytest.raises(UsageError, match=r"^--loss m:f: ZeroDivisionError: .*test_own_code.py, "):
+        own_code.call(divide, "--loss m:f", a=1)

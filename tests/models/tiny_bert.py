@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megabatch.models import ModelOptions, Towers, create
+
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh"]
 
 
@@ -30,3 +32,10 @@ def save_tiny_bert(path: Path) -> Path:
         tokenizer_object=inner, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]"
     ).save_pretrained(path)
     return path
+
+
+def made(folder: Path, **options: object) -> Towers:
+    """The model of such a folder with these options, without dropout."""
+    towers = create(f"hf:{folder}", options=ModelOptions(**options))  # type: ignore[arg-type]
+    towers.module.eval()
+    return towers

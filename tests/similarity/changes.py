@@ -2,57 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from megabatch import similarity
-from megabatch.similarity import settings
-from tests.leftovers import set_default_device
-
-
-@contextmanager
-def _setter(set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
-    before = set_to(value)
-    try:
-        yield
-    finally:
-        set_to(before)
-
-
-@contextmanager
-def _pair(get: Callable[[], Any], set_to: Callable[[Any], Any], value: Any) -> Iterator[None]:
-    before = get()
-    set_to(value)
-    try:
-        yield
-    finally:
-        set_to(before)
-
+from tests.process_state import changed
 
 #: Name -> a context within which that setting differs from its value at the start.
 CHANGES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "workspace, smaller": lambda: _setter(similarity.set_workspace, 64 << 10),
-    "workspace, larger": lambda: _setter(similarity.set_workspace, 1 << 30),
-    "no gather": lambda: _setter(settings.set_gather, 0),
-    "gather, smaller": lambda: _setter(settings.set_gather, 64 << 10),
-    "grid": lambda: _setter(settings.set_grid, 2),
-    "precision": lambda: _pair(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "medium"
-    ),
-    "default device": lambda: _pair(lambda: None, set_default_device, "meta"),
-    "default dtype": lambda: _pair(
-        torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16
-    ),
+    "workspace, smaller": lambda: changed("workspace", 64 << 10),
+    "workspace, larger": lambda: changed("workspace", 1 << 30),
+    "no gather": lambda: changed("gather", 0),
+    "gather, smaller": lambda: changed("gather", 64 << 10),
+    "grid": lambda: changed("grid", 2),
+    "no grid": lambda: changed("grid", 0),
+    "precision": lambda: changed("precision", "medium"),
+    "default device": lambda: changed("default device", "meta"),
+    "default dtype": lambda: changed("default dtype", torch.bfloat16),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "no grad": torch.no_grad,
     "second derivatives": torch.enable_grad,
-    "deterministic": lambda: _pair(
-        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
-    ),
-    "threads": lambda: _pair(torch.get_num_threads, torch.set_num_threads, 2),
+    "deterministic": lambda: changed("deterministic", True),
+    "threads": lambda: changed("threads", 2),
 }
 #: Changes that torch itself refuses in the backward pass of a compiled program.
 EAGER_ONLY = {"deterministic"}

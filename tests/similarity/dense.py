@@ -7,6 +7,7 @@ Memory grows with m * n.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity.softmax import Split
@@ -21,6 +22,13 @@ def logsumexp(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> tuple[Tensor
     """Log-sum-exp along each axis: `(rows (m,), columns (n,))`."""
     s = logits(x, y, scale)
     return s.logsumexp(1), s.logsumexp(0)
+
+
+def equal_ids(s: Tensor, ids: str | tuple[Tensor, Tensor]) -> Tensor:
+    """(m, n): the pairs of equal ids, none of which is negative; or those on the diagonal."""
+    if isinstance(ids, str):
+        return torch.eye(*s.shape, dtype=torch.bool, device=s.device)
+    return (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
 
 
 def split_logsumexp(
@@ -39,13 +47,10 @@ def split_logsumexp(
     counted = torch.ones(m, n, dtype=torch.bool, device=s.device)
     if y is None:
         counted.fill_diagonal_(False)
-    if isinstance(ids, str):
-        equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
-    else:
-        equal = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+    equal = equal_ids(s, ids)
     negative = counted & ~equal
     if positives == "paired":
-        equal = torch.eye(m, n, dtype=torch.bool, device=s.device)
+        equal = equal_ids(s, "paired")
         negative = negative & ~equal
     if ceiling is not None:
         compared = s if guide is None else guide[0] @ guide[1].T
@@ -70,6 +75,26 @@ def _masked_logsumexp(s: Tensor, mask: Tensor, dim: int) -> Tensor:
     return values.masked_fill(~some.squeeze(dim), -torch.inf)
 
 
+def softplus_sum(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor,
+    bias: float | Tensor,
+    *,
+    ids: str | tuple[Tensor, Tensor] = "paired",
+    weight: Tensor | None = None,
+    teacher: tuple[Tensor, Tensor, float, float] | None = None,
+) -> Tensor:
+    """As `megabatch.similarity.softplus_sum`."""
+    s = logits(x, y, scale) + bias
+    labels = equal_ids(s, ids).to(s.dtype)
+    if teacher is not None:
+        u, v, factor, offset = teacher
+        labels = (logits(u, v, factor) + offset).sigmoid()
+    losses = F.binary_cross_entropy_with_logits(s, labels, reduction="none")
+    return (losses if weight is None else weight[:, None] * losses).sum()
+
+
 def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
     """The diagonal of S, (m,)."""
     return scale * (x * y).sum(1)
@@ -83,5 +108,5 @@ def ranks(
     score = s.gather(1, target[:, None])
     skip = torch.zeros_like(s, dtype=torch.bool).scatter_(1, target[:, None], True)
     if ids is not None:
-        skip |= (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+        skip |= equal_ids(s, ids)
     return ((s > score) & ~skip).sum(1), ((s == score) & ~skip).sum(1)

@@ -39,7 +39,7 @@ def assert_topk(x: Tensor, y: Tensor, k: int, ids: Ids) -> None:
     scores, indices = similarity.topk(x, y, k, ids=ids)
     truth = x.double() @ y.double().T
     if ids is not None:
-        truth.masked_fill_((ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None], -torch.inf)
+        truth.masked_fill_(dense.equal_ids(truth, ids), -torch.inf)
     assert torch.equal(scores.double(), truth.topk(k, dim=1).values)
     missing = scores == -torch.inf
     assert torch.equal(indices == -1, missing)

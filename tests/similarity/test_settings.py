@@ -10,6 +10,7 @@ import torch
 
 from megabatch import similarity
 from megabatch.similarity import backends, eager, settings, tiles
+from tests.process_state import changed
 from tests.similarity.changes import CHANGES, EAGER_ONLY, LOSSES, gradients, leaves
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -31,25 +32,14 @@ def test_a_setting_changed_before_the_backward_pass(change: str, loss: str) -> N
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_setting_changed_before_a_compiled_backward_pass(loss: str) -> None:
+def test_a_compiled_function_follows_settings(loss: str) -> None:
+    """Each call uses the workspace that was set when it began, and so does its backward pass."""
     truth = gradients(LOSSES[loss], leaves(torch.float64), nullcontext())
     compiled = torch.compile(LOSSES[loss], backend="aot_eager", fullgraph=True)
     for change in CHANGES.keys() - EAGER_ONLY:
         close(gradients(compiled, leaves(torch.float64), CHANGES[change]()), truth)
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_compiled_function_follows_settings(loss: str) -> None:
-    """Each call and its backward pass use the workspace that was set when the call began."""
-    truth = gradients(LOSSES[loss], leaves(torch.float64), nullcontext())
-    compiled = torch.compile(LOSSES[loss], backend="aot_eager", fullgraph=True)
-    for size in (64 << 10, None):
-        before = similarity.set_workspace(size)
-        try:
-            found = gradients(compiled, leaves(torch.float64), CHANGES["workspace, larger"]())
-        finally:
-            similarity.set_workspace(before)
-        close(found, truth)
+    with CHANGES["workspace, smaller"]():
+        close(gradients(compiled, leaves(torch.float64), CHANGES["workspace, larger"]()), truth)
 
 
 class OnGpu(torch.Tensor):
@@ -68,10 +58,8 @@ def test_one_warning_of_float32_features_that_the_kernels_do_not_take(
     monkeypatch.setattr(backends, "_kernels_on", lambda device: True)
     for dtype in (torch.bfloat16, torch.float64):
         backends.warn_of_float32(features.to(dtype))
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    backends.warn_of_float32(features)
-    torch.set_float32_matmul_precision(before)
+    with CHANGES["precision"]():
+        backends.warn_of_float32(features)
     backends.warn_of_float32(torch.zeros(1, 1))  # on the CPU
     assert not recwarn
     for _ in range(2):
@@ -83,16 +71,10 @@ def test_one_warning_of_float32_features_that_the_kernels_do_not_take(
 def test_every_function_warns_of_float32_features(monkeypatch: pytest.MonkeyPatch) -> None:
     warned: list[torch.Tensor] = []
     monkeypatch.setattr(backends, "warn_of_float32", warned.append)
-    x, y = torch.randn(4, 3), torch.randn(4, 3)
-    for number, call in enumerate(
-        (
-            lambda: similarity.logsumexp(x, y),
-            lambda: similarity.split_logsumexp(x),
-            lambda: similarity.softplus_sum(x, y, 1.0, 0.0),
-        )
-    ):
-        call()
-        assert len(warned) == number + 1
+    calls = [*LOSSES.values(), lambda x, y, scale: similarity.logsumexp(x, y, scale)]
+    for number, call in enumerate(calls, 1):
+        call(*leaves(torch.float32, 4))
+        assert len(warned) == number
 
 
 @pytest.mark.parametrize(("first", "then"), [("highest", "medium"), ("medium", "highest")])
@@ -108,15 +90,11 @@ def test_products_are_as_precise_as_in_the_forward_pass(
             return original(*a, **k)
 
         monkeypatch.setattr(module, name, recording)
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(first)
+    with changed("precision", first):
         value = LOSSES["softmax"](*(mine := leaves(torch.float32)))
-        torch.set_float32_matmul_precision(then)
+    with changed("precision", then):
         torch.autograd.grad(value, mine)
         assert torch.get_float32_matmul_precision() == then
-    finally:
-        torch.set_float32_matmul_precision(before)
     assert seen == {{"highest": "ieee", "medium": "bf16"}[first]}
 
 
@@ -154,9 +132,7 @@ def test_without_gradients(loss: str) -> None:
     """Inference mode, no_grad and detached inputs all give the same value."""
     mine = leaves(torch.float64)
     truth = LOSSES[loss](*mine).detach()
-    plain = [leaf.detach() for leaf in mine]
-    with torch.no_grad():
-        assert torch.equal(LOSSES[loss](*mine), truth)
-    with torch.inference_mode():
-        assert torch.equal(LOSSES[loss](*mine), truth)
-    assert torch.equal(LOSSES[loss](*plain), truth)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(LOSSES[loss](*mine), truth)
+    assert torch.equal(LOSSES[loss](*(leaf.detach() for leaf in mine)), truth)

@@ -4,32 +4,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import eager, tiles
 from megabatch.similarity import settings as call_settings
+from tests.similarity import dense
 from tests.similarity.exact import compare, leaves
 from tests.similarity.features import MAKERS
 
 
-def dense(
-    x: Tensor, y: Tensor, scale: Tensor, bias: Tensor, ids: Any = "paired", weight: Any = None
-) -> Tensor:
-    s = scale * (x @ y.T) + bias
-    if isinstance(ids, str):
-        positive = torch.eye(len(x), len(y), dtype=torch.bool)
-    else:
-        positive = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
-    losses = F.binary_cross_entropy_with_logits(s, positive.to(s.dtype), reduction="none")
-    return (losses if weight is None else weight[:, None] * losses).sum()
-
-
-def check(values: tuple[Any, ...], ids: Any = "paired", weight: Any = None) -> None:
+def check(values: tuple[Any, ...], **options: Any) -> None:
     mine, theirs = leaves(*values), leaves(*values)
-    ours = 3 * similarity.softplus_sum(*mine, ids=ids, weight=weight)
-    compare([ours], [3 * dense(*theirs, ids, weight)], mine, theirs)
+    ours, truth = similarity.softplus_sum(*mine, **options), dense.softplus_sum(*theirs, **options)
+    compare([3 * ours], [3 * truth], mine, theirs)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -46,13 +32,7 @@ def test_a_teachers_labels(maker: str, scale: float, bias: float) -> None:
     x, y = MAKERS[maker](97, 61, 20)
     u, v = MAKERS["clustered"](97, 61, 7)
     for weight in (None, torch.rand(97, dtype=torch.float64)):
-        mine, theirs = leaves(x, y, scale, bias), leaves(x, y, scale, bias)
-        ours = similarity.softplus_sum(*mine, weight=weight, teacher=(u, v, 20.0, -9.0))
-        s = theirs[2] * (theirs[0] @ theirs[1].T) + theirs[3]
-        labels = torch.sigmoid(20 * u @ v.T - 9)
-        losses = F.binary_cross_entropy_with_logits(s, labels, reduction="none")
-        truth = (losses if weight is None else weight[:, None] * losses).sum()
-        compare([ours], [truth], mine, theirs)
+        check((x, y, scale, bias), weight=weight, teacher=(u, v, 20.0, -9.0))
 
 
 def test_a_student_near_its_teacher_keeps_its_gradient() -> None:
@@ -65,16 +45,8 @@ def test_a_student_near_its_teacher_keeps_its_gradient() -> None:
     torch.testing.assert_close(x.grad.double(), exact.expand(b, 2) * b, rtol=1e-6, atol=0)
 
 
-def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products take dS in float16, so its small entries must be scaled into the normal range."""
-
-    def rounded(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
-        left = left.half() if right.dtype == torch.float16 else left
-        beta = 0 if overwrite else 1
-        total.addmm_(left.to(total.dtype), right.to(total.dtype), beta=beta)
-
-    monkeypatch.setattr(eager, "rounds_left", lambda features: True)
-    monkeypatch.setattr(tiles, "add_product", rounded)
+def test_small_gradients_in_float16_without_kernels(half_products: None) -> None:
+    """Small entries of dS must be scaled into the normal range."""
     x, y = (t.half() for t in MAKERS["random"](400, 16, 8))
     weight = torch.linspace(0.5, 4, 400)
     gradients = []
@@ -93,16 +65,8 @@ def test_float16_of_torch_operations_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -
 def test_no_gradients_are_stored_if_none_is_needed() -> None:
     x = torch.randn(40, 4, requires_grad=True)
     with torch.no_grad():
-        results = torch.ops.megabatch.softplus_sum(
-            x,
-            x,
-            *torch.ones(2),
-            *[None] * 7,
-            "paired",
-            *[False] * 4,
-            "",
-            call_settings.of_call(x),
-        )
+        arguments = (x, x, *torch.ones(2), *[None] * 7, "paired", *[False] * 4, "")
+        results = torch.ops.megabatch.softplus_sum(*arguments, call_settings.of_call(x))
         assert [r.numel() for r in results] == [1, 0, 0, 0, 0, 1, 1]
         assert not similarity.softplus_sum(x, x, 1.0, 0.0).requires_grad
 

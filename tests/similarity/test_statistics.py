@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import eager, softmax, tiles
+from megabatch.similarity import eager, softmax
 from megabatch.similarity import settings as call_settings
 from tests.similarity import dense
 from tests.similarity.exact import compare, leaves, weighted_sum
@@ -100,14 +100,7 @@ def test_a_guide_has_a_dtype_of_its_own(dtype: torch.dtype) -> None:
         torch.testing.assert_close(mine.negative.double(), theirs.negative, rtol=1e-5, atol=1e-5)
 
 
-def test_small_gradients_in_float16_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU's products take dS in float16, where the smallest numbers are subnormal."""
-
-    def rounded(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = False) -> None:
-        total.addmm_(left.half().float(), right.float(), beta=0 if overwrite else 1)
-
-    monkeypatch.setattr(eager, "rounds_left", lambda features: True)
-    monkeypatch.setattr(tiles, "add_product", rounded)
+def test_small_gradients_in_float16_without_kernels(half_products: None) -> None:
     x, y = (t.half() for t in MAKERS["random"](16, 4000, 8))
     ids, ceiling = (torch.full((16,), -1), torch.full((4000,), -1)), torch.full((16,), 0.5)
     gradients = []

@@ -9,22 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.loading import ROOT, load
+import versions
 
 
 def test_the_oldest_of_each() -> None:
     required = [
-        "torch>=2.9",
-        "timm>=1.0.17",
-        "numpy>=1.26,<3",
+        *("torch>=2.9", "timm>=1.0.17", "numpy>=1.26,<3", "anything"),
         "tomli>=2.0; python_version < '3.0'",
-        "anything",
     ]
-    assert load("versions").oldest(required) == ["torch==2.9.*", "timm==1.0.17", "numpy==1.26.*"]
-
-
-def test_every_requirement_has_a_lower_bound() -> None:
-    versions = load("versions")
+    assert versions.oldest(required) == ["torch==2.9.*", "timm==1.0.17", "numpy==1.26.*"]
     required = versions.requirements()
     assert "torch==2.9.*" in versions.oldest(required)
     assert all(">=" in requirement for requirement in required)
@@ -33,7 +26,6 @@ def test_every_requirement_has_a_lower_bound() -> None:
 def test_each_environment_is_installed_tested_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    versions = load("versions")
     installed: list[tuple[str, int, str]] = []
 
     def install(folder: Path, constraints: Sequence[str]) -> Path:
@@ -67,24 +59,23 @@ def test_each_environment_is_installed_tested_and_recorded(
 def test_an_environment_has_its_constraints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = load("versions")
     commands: list[list[str]] = []
     monkeypatch.setattr(versions.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
     monkeypatch.setattr(versions.subprocess, "run", lambda words, check: commands.append(words))
     python = versions.install(tmp_path / "oldest", ["torch==2.9.*"])
     assert python == tmp_path / "oldest" / "bin" / "python"
     (command,) = commands
-    assert command[1:4] == ["-m", "uv", "pip"]
+    assert command[1:5] == ["-m", "uv", "pip", "install"]
     assert command[command.index("--python") + 1] == str(python)
-    assert command[-4:-2] == ["--constraint", str(tmp_path / "oldest" / "constraints.txt")]
-    assert command[-1] == f"{ROOT}[train,dev]"
-    assert (tmp_path / "oldest" / "constraints.txt").read_text() == "torch==2.9.*\n"
+    file = tmp_path / "oldest" / "constraints.txt"
+    assert command[-4:-2] == ["--constraint", str(file)]
+    assert command[-1] == f"{versions.ROOT}[train,dev]"
+    assert file.read_text() == "torch==2.9.*\n"
 
 
 def test_minor_releases_are_those_that_the_index_has_and_pyproject_allows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    versions = load("versions")
     monkeypatch.setattr(versions, "_pip", said_by_pip)
     assert versions.minor_releases() == ["2.9", "2.10"]
     monkeypatch.setattr(versions, "requirements", lambda: ["numpy>=1", "torch>=2.8,!=2.9.*"])

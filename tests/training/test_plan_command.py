@@ -76,7 +76,7 @@ def test_late_decoding_is_planned_by_the_images_that_there_are(shard, capsys):
         (["--gpus", "0"], "--gpus 0: expected"),
         # Not a plan for this machine.
         (["--gpu-name", "H100 PCIe"], "or its --gpu-memory too; did you mean H100?"),
-        (["--gpu-memory", "lots"], "--gpu-memory lots: expected a size such as 80GiB"),
+        (["--gpu-memory", "lots"], "--gpu-memory lots: expected a size such as 20GiB"),
         (["--model", "no-such"], "--model: 'no-such' is not known"),
     ],
 )

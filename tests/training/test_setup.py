@@ -14,10 +14,10 @@ from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
 from megabatch.errors import UsageError
-from megabatch.hints import option
 from megabatch.models import create
 from megabatch.models.images import TorchResize
 from megabatch.models.towers import lock
+from megabatch.options import option
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,
@@ -42,7 +42,7 @@ def refused(config: Any) -> str:
 def test_what_is_wrong_is_said_and_nothing_is_written(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    for name, value in {"micro_batch_size": 0, "train_data": "no.tar", "model": "ViT-B32"}.items():
+    for name, value in {"momentum": 0.5, "train_data": "no.tar", "model": "ViT-B32"}.items():
         assert refused(make_config(tmp_path / "run", **{name: value})).startswith(f"{option(name)}")
     assert list(tmp_path.iterdir()) == []
 

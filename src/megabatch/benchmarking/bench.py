@@ -15,13 +15,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from megabatch.errors import UsageError, did_you_mean
-from megabatch.hints import Interval
-from megabatch.options import parse
+from megabatch.options import CONFIG, parse
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,17 +32,15 @@ if TYPE_CHECKING:
 
 # Libraries are imported by the functions that use them, as --help needs none.
 
-AT_LEAST_1, ABOVE_0 = Interval(at_least=1), Interval(above=0)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class LossOptions:
     """CLIP's loss, forward and backward: time, peak memory, error against float64."""
 
-    batch_size: Annotated[tuple[int, ...] | None, AT_LEAST_1] = None
+    batch_size: tuple[PositiveInt, ...] | None = None
     """Pairs; several sizes are measured one after another. Default: 8,192 on the CPU, 16,384 on
     CUDA."""
-    width: Annotated[int, AT_LEAST_1] = 512
+    width: PositiveInt = 512
     """Width of the features."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     """Dtype of the features; in half precision losses run under autocast."""
@@ -50,16 +50,16 @@ class LossOptions:
     """megabatch, dense (one matrix), openclip (open_clip's ClipLoss); on CUDA also
     megabatch-compiled and dense-compiled. Default: all that run here. Times and memory are shown
     relative to the first."""
-    scale: Annotated[float, ABOVE_0] = 14.3
+    scale: PositiveFloat = 14.3
     """Logit scale (1 / temperature), exponentiated."""
-    rounds: Annotated[int, AT_LEAST_1] = 2
+    rounds: PositiveInt = 2
     """Processes for each contender; contenders take turns."""
-    repetitions: Annotated[int, AT_LEAST_1] = 2
+    repetitions: PositiveInt = 2
     """Minimum number of timed calls in each process; the median of all is reported."""
-    seconds: Annotated[float | None, ABOVE_0] = None
+    seconds: PositiveFloat | None = None
     """Minimum time for the calls, and for the matrix products before and after. Default: 1 on the
     CPU, 2 on CUDA."""
-    max_memory: Annotated[float | None, ABOVE_0] = None
+    max_memory: PositiveFloat | None = None
     """GiB that a contender may use besides its inputs (CPU only); more is out of memory. Default:
     the machine's."""
     output: Path | None = None

@@ -1,5 +1,1 @@
-"""The settings of a training run: declaration, checks, TOML files, command line.
-
-Needs no torch until a device is looked up, so that `--help` is quick. The planner and the trainer
-both build on it.
-"""
+"""The settings of a training run, without torch, as `--help` has to be quick."""

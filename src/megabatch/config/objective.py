@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 import megabatch.losses
 from megabatch.errors import UsageError
-from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import own_code
+from megabatch.options import is_reference
 
 
 class Objective(nn.Module):
@@ -42,16 +42,10 @@ class Objective(nn.Module):
         Args:
             ids: (b,) int64, equal for equal captions; on any device.
             negative_features: (b, k, d), normalised, of each pair's hard negatives.
-
-        Raises:
-            ValueError: ids or negatives where the loss takes none, or none where it needs them.
         """
         others: dict[str, Any] = {"logit_scale": logit_scale, "logit_bias": logit_bias}
-        if "temperature" in self.takes:
-            others["temperature"] = logit_scale.reciprocal()
+        others["temperature"] = logit_scale.reciprocal()
         for name, value in (("ids", ids), ("negatives", negative_features)):
-            if (name in self.takes) != (value is not None):
-                raise ValueError(f"{name}: given {value is not None}, taken {name in self.takes}")
             if value is not None:
                 others[name] = value.to(image_features.device, non_blocking=True)
         return self.loss(image_features, text_features, **{n: others[n] for n in self.takes})
@@ -67,17 +61,16 @@ def create_objective(config: Any, *, group: Any = None) -> Objective:
     if is_reference(config.loss):
         loss, takes = _own_loss(config, group)
     else:
-        entry = TRAINABLE[config.loss]
+        entry, takes = TRAINABLE[config.loss], set(TRAINABLE[config.loss].takes)
         arguments = {argument: getattr(config, name) for name, argument in entry.settings.items()}
         arguments |= entry.duplicates[config.duplicates]
-        takes = set(entry.takes)
-        if "temperature" in takes:
-            arguments["temperature"] = 1.0  # each call gives the model's own
         if config.duplicates != "negatives":
             takes.add("ids")
         if config.hard_negatives:
             takes.add("negatives")
             arguments |= entry.negatives or {}
+        if "temperature" in takes:
+            arguments["temperature"] = 1.0  # each call gives the model's own
         loss = getattr(megabatch.losses, entry.name)(**arguments, group=group)
     if config.matryoshka_dims:
         loss = megabatch.losses.MatryoshkaLoss(loss, config.matryoshka_dims)
@@ -85,22 +78,14 @@ def create_objective(config: Any, *, group: Any = None) -> Objective:
 
 
 def _own_loss(config: Any, group: Any) -> tuple[Callable[..., Any], set[str]]:
-    """The user's own loss, and the arguments of `Objective` that its call takes.
-
-    `config.loss` names a class, or a function that returns a loss, called with `group` if it has
-    such a parameter.
-    """
+    """The user's own loss, and the arguments of `Objective` that its call takes."""
     label = f"--loss {config.loss}"
     loss = own_code.call(own_code.load(config.loss, "loss"), label, group=group)
-    is_module = isinstance(loss, nn.Module)
-    if learnt := [name for name, _ in loss.named_parameters()] if is_module else []:
-        raise UsageError(
-            f"{label}: expected no parameters, as only the model's are trained, got "
-            + ", ".join(learnt)
-        )
+    called = loss.forward if isinstance(loss, nn.Module) else loss
+    if isinstance(loss, nn.Module) and (learnt := [name for name, _ in loss.named_parameters()]):
+        raise UsageError(f"{label}: expected no parameters, which nobody would train, got {learnt}")
     others = ["logit_scale", "temperature", "logit_bias", "ids"]
     others += ["negatives"] * (config.hard_negatives > 0)
-    called = loss.forward if is_module else loss
     takes = own_code.accepted(called, others, f"{label}: its call", positional=2)
     if config.hard_negatives and "negatives" not in takes:
         raise UsageError(f"--hard-negatives: the call of {label} has no parameter negatives")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
 
 from megabatch.errors import plural
-from megabatch.hints import Interval, Positional
-from megabatch.options import parse
+from megabatch.options import CONFIG, parse
 
 # Libraries are imported by the functions that use them: --help does not need them.
 
 Split = Literal["train", "faces", "characters", "all"]
 
 
-@dataclass
+@dataclass(config=CONFIG)
 class Glyphs:
     """Write the glyph set as WebDataset shards (png + txt)."""
 
@@ -24,17 +25,17 @@ class Glyphs:
     """Folder to create; it appears when all shards are written."""
     split: Split = "train"
     """Part of the set: train, the held-out faces, the held-out characters, or all."""
-    samples_per_shard: Annotated[int, Interval(at_least=1)] = 10_000
+    samples_per_shard: PositiveInt = 10_000
     """Pairs in each shard but the last."""
 
 
-@dataclass
+@dataclass(config=CONFIG)
 class Inspect:
     """Read samples of a data set: report their number, examples, problems, repeated captions."""
 
-    data: Annotated[str, Positional("DATA")]
+    data: str
     """"glyphs", shards, tables, a pattern, a folder, or several joined by '::', as for training."""
-    limit: Annotated[int, Interval(at_least=0)] = 1_000
+    limit: NonNegativeInt = 1_000
     """Read at most this many samples, spread evenly; 0: all."""
     csv_img_key: str | None = None
     """Column of image paths or bytes in a table; this and the options below as for training."""
@@ -61,7 +62,7 @@ def glyphs(argv: list[str]) -> int:
 
 def inspect(argv: list[str]) -> int:
     """Read samples of a data set and print a summary; exit code 1 if none is usable."""
-    options = parse(Inspect, argv, prog="megabatch data inspect")
+    options = parse(Inspect, argv, prog="megabatch data inspect", positional="data")
     import numpy as np
 
     from megabatch.data.images import decoded

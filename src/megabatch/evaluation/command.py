@@ -17,7 +17,7 @@ _TIMEOUT = timedelta(hours=2)
 
 def main(argv: list[str]) -> int:
     """Evaluate, print the figures and the path of the report; returns the exit code."""
-    config = parse(EvalConfig, argv, prog="megabatch eval")
+    config = parse(EvalConfig, argv, prog="megabatch eval", positional="run")
     if checks_alone():
         check(config)
         if config.run is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
+from pydantic import NonNegativeInt, PositiveInt
+from pydantic.dataclasses import dataclass
+
+from megabatch.config.settings import Device
 from megabatch.errors import UsageError, one_line
-from megabatch.hints import Interval, Positional, option, settings_of
+from megabatch.options import CONFIG, option
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -16,7 +19,7 @@ else:
     import tomli as tomllib
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class EvalConfig:
     """Evaluate a run or any open_clip model: retrieval, classification, and a report to look at.
 
@@ -25,7 +28,7 @@ class EvalConfig:
     figures stay the same.
     """
 
-    run: Annotated[Path | None, Positional("RUN")] = None
+    run: Path | None = None
     """The run's folder: config.toml with model.safetensors or checkpoints."""
     model: str | None = None
     """Instead of RUN: the name of a model, such as ViT-B-32, or module:function, your own."""
@@ -64,14 +67,14 @@ class EvalConfig:
     """Prompts: openai (80), simple (7), or a file with one per line, {} for the name. Default:
     those that came with the shards, else openai."""
 
-    device: str = "auto"
+    device: Device = "auto"
     """Device of the encoders: cpu, cuda, cuda:1 ...; auto is cuda if there is one. Under torchrun
     each process takes its own."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the encoders; everything after them is in float32."""
-    batch_size: Annotated[int, Interval(at_least=1)] = 512
+    batch_size: PositiveInt = 512
     """Images or texts per forward pass of an encoder."""
-    workers: Annotated[int, Interval(at_least=0)] = 0
+    workers: NonNegativeInt = 0
     """Worker processes that read and transform images; 0: the evaluation's own process does."""
 
 
@@ -86,10 +89,6 @@ _ONLY_WITH = {
 
 def check(config: EvalConfig) -> None:
     """Refuse an impossible configuration before anything is read; UsageError names the setting."""
-    for name, setting in settings_of(EvalConfig).items():
-        value = getattr(config, name)
-        if expected := setting.problem(value):
-            raise UsageError(f"{option(name)} {value}: expected {expected}")
     if (config.run is None) == (config.model is None):
         raise UsageError("expected either a run's folder or --model NAME")
     for needs, names in _ONLY_WITH.items():

@@ -30,8 +30,8 @@ from megabatch.evaluation.samples import open_labelled
 from megabatch.evaluation.table import KINDS
 from megabatch.evaluation.tasks import ClassTask, Matched, RetrievalTask, glyph_tasks
 from megabatch.evaluation.zeroshot import read_prompts
-from megabatch.hints import option
 from megabatch.imports import named_extras
+from megabatch.options import option
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
 from megabatch.terminal import plain_console

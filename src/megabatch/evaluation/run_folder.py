@@ -16,8 +16,8 @@ from megabatch import files
 from megabatch.config.file import refuse_references
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
-from megabatch.hints import is_reference
 from megabatch.models import ModelOptions, Towers, create
+from megabatch.options import is_reference
 
 
 @dataclass(frozen=True)

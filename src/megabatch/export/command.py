@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
+
+from pydantic.dataclasses import dataclass
 
 from megabatch.evaluation.config import read_config
-from megabatch.hints import Positional
-from megabatch.options import parse
+from megabatch.options import CONFIG, parse
 
 Target = Literal["openclip", "huggingface", "sentence-transformers"]
 
@@ -20,14 +20,14 @@ _LOADED_BY: dict[Target, str] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class Export:
     """Write a run's model as a folder that another library loads, with the same embeddings.
 
     Nothing is downloaded. The folder appears when it is complete.
     """
 
-    run: Annotated[Path, Positional("RUN")]
+    run: Path
     """The run's folder: config.toml with model.safetensors or checkpoints."""
     to: Target
     """The library: openclip for OpenCLIP's models; huggingface for models and text encoders of
@@ -43,7 +43,7 @@ class Export:
 
 def main(argv: list[str]) -> int:
     """Export, print the call that loads the folder, and notes; returns the exit code."""
-    options = parse(Export, argv, prog="megabatch export")
+    options = parse(Export, argv, prog="megabatch export", positional="run")
     read_config(options.run)
     from megabatch.export.run import export_run  # --help and errors import as little as possible
 

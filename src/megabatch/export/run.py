@@ -12,12 +12,12 @@ from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import hugging_face, openclip
 from megabatch.files import new_folder
-from megabatch.hints import is_reference
 from megabatch.imports import named_extras
 from megabatch.models import Towers
-from megabatch.models.hf_images import ImageTower
+from megabatch.models.hf_images import PooledTower
 from megabatch.models.huggingface import TextEncoder
 from megabatch.models.towers import TwoTowers
+from megabatch.options import is_reference
 
 #: Writes a model's files into an empty folder; returns sentences that its users must know.
 Writer: TypeAlias = Callable[[Opened, Path], list[str]]
@@ -84,7 +84,7 @@ def _writers(towers: Towers) -> tuple[str, dict[str, Writer]]:
         return "a pair of two text encoders", {
             "sentence-transformers": hugging_face.write_sentence_model
         }
-    if isinstance(visual, ImageTower):
+    if isinstance(visual, PooledTower):
         return "a Hugging Face model of images and texts", {"huggingface": hugging_face.write_clip}
     if is_reference(towers.name):
         return "a model of your own", {}

@@ -29,7 +29,7 @@ from torch import Tensor
 from megabatch.losses.base import unit_rows
 from megabatch.losses.negatives import Logits, Rows, no_ids, similarity_limit
 from megabatch.losses.terms import minus_log_probability
-from megabatch.models.padding import is_masked_kind
+from megabatch.models.padding import MASKED_KINDS
 from megabatch.similarity import global_mean, pair_ids, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_scalar, product_dtype
 
@@ -105,7 +105,8 @@ def _masks_padding(model: Any) -> bool:
     """Whether embeddings of a sentence encoder are known not to depend on padding."""
     modules = list(model) if isinstance(model, torch.nn.Sequential) else []
     config = getattr(getattr(modules[0], "auto_model", None), "config", None) if modules else None
-    return is_masked_kind(config) and all(type(m).__name__ in _ROW_BY_ROW for m in modules)
+    masked = getattr(config, "model_type", None) in MASKED_KINDS
+    return masked and all(type(m).__name__ in _ROW_BY_ROW for m in modules)
 
 
 class MegabatchRankingLoss(_Cached, CachedMultipleNegativesRankingLoss):

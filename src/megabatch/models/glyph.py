@@ -13,7 +13,6 @@ import functools
 import re
 import zlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from torch import Tensor, nn
 from megabatch.models.names import GLYPH
 from megabatch.models.padding import without_padding
 from megabatch.models.towers import ModelOptions, Towers, TwoTowers
-from megabatch.models.weights import load_model
 
 EMBED_DIM = 256
 IMAGE_SIZE = 32  # pixels per side
@@ -33,19 +31,15 @@ _MEAN, _STD = 0.1, 0.27  # of the glyphs' pixels, black 0 to white 1
 LENGTHS = functools.partial(without_padding, pad=0)
 
 
-def create(weights: Path | None, options: ModelOptions) -> Towers:
-    """Build glyph-small, 5.1M parameters.
-
-    `weights`: a file from `weights.find`, or None for random weights.
+def create(options: ModelOptions) -> Towers:
+    """Build glyph-small, 5.1M parameters, with random weights.
 
     Raises:
-        UsageError: the file has another model's weights, or this model lacks an option.
+        UsageError: this model lacks an option.
     """
     options.refuse(GLYPH, "force_patch_dropout", "force_image_size", "hf_pooling", "hf_share")
     visual, text = GlyphImageTower(EMBED_DIM), TextFeatureTower(EMBED_DIM)
     module = TwoTowers(visual, text, options)
-    if weights is not None:
-        load_model(module, weights, GLYPH)
     tokenizer = HashingTokenizer(text.buckets.num_embeddings, options.force_context_length or 64)
     transform = GlyphTransform()
     return Towers(

@@ -12,12 +12,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError
-from megabatch.models.huggingface import READING, read_model, read_tokenizer, reading
+from megabatch.models.huggingface import READING, read_model, read_tokenizer
 from megabatch.models.images import Transform, multiply_patches, with_bytes
 from megabatch.models.names import has_weights
 from megabatch.models.padding import Lengths, up_to_first, up_to_largest
 from megabatch.models.towers import ModelOptions, Towers, TwoTowers
-from megabatch.models.weights import load_model
 
 #: Model types whose features are the towers' pooled outputs, with a projection if there is one.
 KINDS = ("clip", "metaclip_2", "siglip")
@@ -32,9 +31,7 @@ _SAMPLE = Image.linear_gradient("L").resize((300, 200)).convert("RGB")
 _TOLERANCE = 0.1  # of two libraries' filters, in standard deviations
 
 
-def create(
-    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
-) -> Towers:
+def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Towers:
     """Build a two-tower model; see `registry.create`, which reads the config.
 
     Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
@@ -49,17 +46,15 @@ def create(
         )
     tokenizer = read_tokenizer(folder, text, options.force_context_length, masked=False)
     model = read_model(folder, config)
-    visual = ImageTower(model)
-    module = TwoTowers(visual, TextTower(model), options)
+    visual = PooledTower(model, "vision_model", "visual_projection")
+    module = TwoTowers(visual, PooledTower(model, "text_model", "text_projection"), options)
     _take_scale(module, model, None if has_weights(folder) else options)
-    if weights is not None:
-        load_model(module, weights, name)
     multiply_patches(visual)
     transforms = _transforms(folder, int(config.vision_config.image_size))
     width = getattr(visual.visual_projection, "out_features", config.vision_config.hidden_size)
     return Towers(
         name,
-        module.train(),
+        module,
         *with_bytes(visual, *transforms),
         tokenizer,
         int(width),
@@ -67,45 +62,37 @@ def create(
     )
 
 
-class ImageTower(nn.Module):
-    """The parts of a model that compute an image's feature, under their names in that model."""
+class PooledTower(nn.Module):
+    """The parts of a model that compute a feature, under their names in that model.
 
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.vision_model = model.vision_model
-        self.visual_projection = getattr(model, "visual_projection", None)
+    Padding of texts is not masked: CLIP reads a text up to its end, and SigLIP is trained with it.
 
-    def forward(self, image: Tensor) -> Tensor:
-        """Features (n, d), not normalised, of images (n, 3, size, size)."""
-        pooled: Tensor = self.vision_model(pixel_values=image).pooler_output
-        return pooled if self.visual_projection is None else self.visual_projection(pooled)
-
-
-class TextTower(nn.Module):
-    """The parts of a model that compute a text's feature, under their names in that model.
-
-    Padding is not masked: CLIP reads a text up to its end, and SigLIP is trained with padding.
+    encoder, projection: their names; a model may have no projection.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, encoder: str, projection: str) -> None:
         super().__init__()
-        self.text_model = model.text_model
-        self.text_projection = getattr(model, "text_projection", None)
+        self.names = encoder, projection
+        for name in self.names:
+            self.add_module(name, getattr(model, name, None))
 
-    def forward(self, text: Tensor) -> Tensor:
-        """Features (n, d), not normalised, of tokens, int64 (n, context_length)."""
-        pooled: Tensor = self.text_model(input_ids=text).pooler_output
-        return pooled if self.text_projection is None else self.text_projection(pooled)
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Features (n, d), not normalised.
+
+        Args:
+            inputs: images (n, 3, size, size), or tokens, int64 (n, context_length).
+        """
+        encoder, projection = (getattr(self, name) for name in self.names)
+        pooled: Tensor = encoder(inputs).pooler_output
+        return pooled if projection is None else projection(pooled)
 
 
 def _take_scale(module: TwoTowers, model: Any, options: ModelOptions | None) -> None:
     """Use a model's own scale and bias, with the options' initial values if there are options."""
     for name in ("logit_scale", "logit_bias"):
         own, start = getattr(model, name, None), getattr(options, f"init_{name}", None)
-        if own is not None and start is not None:
-            nn.init.constant_(own, start)
         if own is not None:
-            setattr(module, name, own)
+            setattr(module, name, own if start is None else nn.init.constant_(own, start))
 
 
 def _lengths(kind: str, end: int) -> Lengths:
@@ -123,13 +110,12 @@ def _transforms(folder: Path, size: int) -> list[Transform]:
     """
     from transformers import AutoImageProcessor
 
-    with reading(folder):
-        own = AutoImageProcessor.from_pretrained(folder, **READING)
-        shape: Any = "shortest" if getattr(own, "do_center_crop", False) else "squash"
-        pixels = (*own.image_mean,), (*own.image_std,)
-        resize = _FILTERS.get(own.resample, "bicubic")
-        config = PreprocessCfg(size, "RGB", *pixels, resize, shape)
-        expected = torch.as_tensor(own(_SAMPLE, return_tensors="pt")["pixel_values"][0])
+    own = AutoImageProcessor.from_pretrained(folder, **READING)
+    shape: Any = "shortest" if getattr(own, "do_center_crop", False) else "squash"
+    pixels = (*own.image_mean,), (*own.image_std,)
+    resize = _FILTERS.get(own.resample, "bicubic")
+    config = PreprocessCfg(size, "RGB", *pixels, resize, shape)
+    expected = torch.as_tensor(own(_SAMPLE, return_tensors="pt")["pixel_values"][0])
     train, evaluation = (image_transform_v2(config, is_train=one) for one in (True, False))
     found = evaluation(_SAMPLE)
     same = found.shape == expected.shape and (found - expected).abs().max() < _TOLERANCE

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError, one_line, plural
+from megabatch.errors import UsageError, plural
 from megabatch.imports import named_extras
 from megabatch.models.names import has_weights
-from megabatch.models.padding import Pooling, is_masked_kind, pool, without_padding
+from megabatch.models.padding import MASKED_KINDS, Pooling, pool, without_padding
 from megabatch.models.towers import ModelOptions, Towers, TwoTowers
-from megabatch.models.weights import load_model
 
 #: Default for tokens per text: a larger one costs time for every short text.
 CONTEXT_LENGTH = 128
@@ -37,58 +34,34 @@ _WITHOUT_EFFECT = {"Transformer", "Pooling", "Normalize"}  # on pooled features
 
 
 def read_config(folder: Path) -> Any:
-    """Read a folder's configuration with transformers.
-
-    Raises:
-        UsageError: transformers is not installed, or cannot read it.
-    """
+    """Read a folder's configuration; raises MissingLibrary if transformers is not installed."""
     with named_extras():
         import tokenizers  # noqa: F401  (without it transformers' message is misleading)
         import transformers
-    with reading(folder):
-        return transformers.AutoConfig.from_pretrained(folder, **READING)
+    return transformers.AutoConfig.from_pretrained(folder, **READING)
 
 
-def read_model(folder: Path, config: Any, unused: str = "") -> Any:
+def read_model(folder: Path, config: Any) -> Any:
     """Load a folder's model in float32; with random weights if the folder has none.
 
-    unused: part of the names of weights that may be missing.
-
     Raises:
-        UsageError: transformers cannot read it, or some of its weights are missing.
+        UsageError: weights other than a pooler's are missing.
     """
     import transformers
 
-    with reading(folder):
-        if not has_weights(folder):
-            return transformers.AutoModel.from_config(config, trust_remote_code=False).float()
-        # Else transformers makes one with random weights, and reports that they were missing.
-        model, found = transformers.AutoModel.from_pretrained(
-            folder, output_loading_info=True, **READING
-        )
-    missing = sorted(n for n in found["missing_keys"] if not unused or unused not in n)
+    if not has_weights(folder):
+        return transformers.AutoModel.from_config(config, trust_remote_code=False).float()
+    # Else transformers makes one with random weights, and reports that they were missing.
+    model, found = transformers.AutoModel.from_pretrained(
+        folder, output_loading_info=True, **READING
+    )
+    missing = sorted(name for name in found["missing_keys"] if "pooler." not in name)
     if missing:  # transformers would use random ones
         raise UsageError(
             f"--model: {folder} lacks {plural(len(missing), 'tensor')} of its model, such as "
             f"{missing[0]}"
         )
     return model.float()
-
-
-@contextlib.contextmanager
-def reading(folder: Path) -> Iterator[None]:
-    """Silence transformers' reports, and name the folder in its errors."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    except Exception as error:  # whatever the architecture's own code raises
-        raise UsageError(f"--model: {folder} cannot be read: {one_line(error, 240)}") from error
-    finally:
-        logging.set_verbosity(before)
 
 
 @dataclass(frozen=True)
@@ -111,6 +84,10 @@ class FolderTokenizer:
             batch, padding="max_length", truncation=True, max_length=self.context_length
         )
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+    def of_one(self, text: str) -> Tensor:
+        """Tokens of a text, int64 (context_length,): the transform of first texts."""
+        return self([text])[0]
 
 
 @functools.lru_cache(maxsize=4)
@@ -135,8 +112,7 @@ def read_tokenizer(
     file_patterns = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken")
     if not any(path for pattern in file_patterns for path in folder.glob(pattern)):
         raise UsageError(f"{label} is missing: none of {', '.join(file_patterns)}")
-    with reading(folder):
-        tokenizer = _load_tokenizer(folder)
+    tokenizer = _load_tokenizer(folder)
     if tokenizer.pad_token_id is None:
         raise UsageError(f"{label} has no padding token")
     if masked and tokenizer.pad_token_id in tokenizer("a")["input_ids"]:  # as of some decoders
@@ -153,33 +129,28 @@ def read_tokenizer(
     return FolderTokenizer(folder, int(tokenizer.pad_token_id), length)
 
 
-def create(
-    name: str, folder: Path, config: Any, weights: Path | None, options: ModelOptions
-) -> Towers:
+def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Towers:
     """Build a text encoder, or two, for pairs of texts; see `registry.create`."""
     options.refuse(name, "force_patch_dropout", "force_image_size")
     if not hasattr(config, "hidden_size"):
         raise UsageError(f"--model: {folder} is not a text encoder: its config has no hidden_size")
-    encoder = read_model(folder, config, unused="pooler.")
+    encoder = read_model(folder, config)
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, for another task: no feature uses it
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
     first = TextEncoder(encoder, tokenizer.pad, options.hf_pooling or saved_pooling(folder))
     second = None if options.hf_share else copy.deepcopy(first)
     module = TwoTowers(first, second, options, scale=20)  # common for sentence encoders
-    if weights is not None:
-        load_model(module, weights, name)
-    transform = FirstText(tokenizer)
     lengths = functools.partial(without_padding, pad=tokenizer.pad)
     return Towers(
         name,
-        module.train(),
-        transform,
-        transform,
+        module,
+        tokenizer.of_one,
+        tokenizer.of_one,
         tokenizer,
         int(config.hidden_size),
         first="text",
-        lengths={"image": lengths, "text": lengths} if is_masked_kind(config) else {},
+        lengths={"image": lengths, "text": lengths} if config.model_type in MASKED_KINDS else {},
     )
 
 
@@ -202,21 +173,6 @@ class TextEncoder(nn.Module):
         return pool(states, mask, self.pooling)
 
 
-@dataclass(frozen=True)
-class FirstText:
-    """The transform of first texts, instead of an image's: a text to its tokens."""
-
-    tokenizer: FolderTokenizer
-
-    def __call__(self, text: str) -> Tensor:
-        """Tokens, int64 (context_length,)."""
-        return self.tokenizer(text)[0]
-
-    def texts(self, texts: list[str]) -> Tensor:
-        """Tokens of many texts, int64 (n, context_length)."""
-        return self.tokenizer(texts)
-
-
 def saved_pooling(folder: Path) -> Pooling:
     """The pooling in a folder that sentence-transformers saved; "mean" in another one.
 
@@ -225,13 +181,12 @@ def saved_pooling(folder: Path) -> Pooling:
     """
     if not (folder / "modules.json").is_file():
         return "mean"
-    with reading(folder):
-        modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
-        kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-        path = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
-        config = json.loads(path.read_text(encoding="utf-8"))
-        modes = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
-        modes += filter(None, [config.get("pooling_mode")])
+    modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
+    path = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    modes = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
+    modes += filter(None, [config.get("pooling_mode")])
     if len(modes) != 1 or modes[0] not in _SAVED or {*kinds} - _WITHOUT_EFFECT:
         raise UsageError(
             f"--model: sentence-transformers' files in {folder} name {', '.join(kinds)} with "

@@ -6,7 +6,6 @@ first layer of image transformers is a matrix product of their patches.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,23 +22,18 @@ def with_bytes(tower: nn.Module, train: Any, evaluation: Any) -> tuple[Transform
     """Move the normalisation from two transforms into an image tower.
 
     The transforms returned end at uint8 images (c, h, w), which the tower takes from now on, and
-    normalised ones too. Transforms that do not end in `ToTensor` and the same `Normalize` stay as
-    they are, and so does the tower.
+    normalised ones too. Transforms that do not end in `ToTensor` and `Normalize`, as open_clip's
+    do, stay as they are, and so does the tower.
     """
     from torchvision.transforms import Compose, Normalize, PILToTensor, ToTensor
 
     both = train, evaluation
-    ends = [one.transforms[-2:] if isinstance(one, Compose) else [] for one in both]
-    kinds = ToTensor, Normalize
-    alike = all(len(end) == 2 and all(map(isinstance, end, kinds)) for end in ends)
-    if not alike or len({str(end[-1]) for end in ends}) > 1:
-        return both
-    _, last = ends[0]
-    tower.pixel_normalization = PixelNormalization(last.mean, last.std)
-    # Another class rather than a module around it or a hook: names of weights stay, and frozen
-    # towers are still recognised.
-    own = type(tower)
-    tower.__class__ = type(own.__name__, (_TakesBytes, own), {"__module__": own.__module__})
+    for *_, convert, normalize in (transform.transforms for transform in both):
+        if not (isinstance(convert, ToTensor) and isinstance(normalize, Normalize)):
+            return both
+    tower.pixel_normalization = PixelNormalization(normalize.mean, normalize.std)
+    # A hook rather than a module around the tower: names of weights stay.
+    tower.register_forward_pre_hook(_normalize_bytes)
     train, evaluation = (Compose([*one.transforms[:-2], PILToTensor()]) for one in both)
     return train, evaluation
 
@@ -69,16 +63,10 @@ class PixelNormalization(nn.Module):
         return (pixels - self.mean) / self.std
 
 
-class _TakesBytes(nn.Module):
-    """A tower that normalises uint8 images itself."""
-
-    pixel_normalization: PixelNormalization
-
-    def forward(self, image: Tensor, *arguments: Any, **options: Any) -> Any:
-        """The tower's own output, of images (n, c, h, w): uint8, or normalised already."""
-        if image.dtype == torch.uint8:
-            image = self.pixel_normalization(image)
-        return super().forward(image, *arguments, **options)
+def _normalize_bytes(tower: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Normalise a tower's uint8 images; others are normalised already."""
+    images, *others = inputs
+    return (tower.pixel_normalization(images), *others) if images.dtype == torch.uint8 else None
 
 
 _SMALLEST = 8  # smaller ones begin convolutional networks, whose next layers want channels first
@@ -118,24 +106,17 @@ class PatchConvolution(nn.Conv2d):
             images: (n, channels, height, width). Pixels beyond the last whole patch are ignored.
 
         Returns:
-            (n, width, rows of patches, columns of patches).
+            (n, width, rows of patches, columns of patches), of which `flatten(2).transpose(1, 2)`,
+            by which transformers go on, is contiguous in half precision.
         """
         dtype, device = images.dtype, images.device.type
         if torch.is_autocast_enabled(device) and dtype != torch.float64:  # which it leaves alone
             dtype = torch.get_autocast_dtype(device)
-        half = dtype in (torch.bfloat16, torch.float16)
-        return self.product(images, dtype) if half and images.ndim == 4 else super().forward(images)
-
-    def product(self, images: Tensor, dtype: torch.dtype) -> Tensor:
-        """As `forward`, by a product of the patches' copy, in this dtype, and the weights.
-
-        `flatten(2).transpose(1, 2)` of it, by which transformers go on, is contiguous.
-        """
-        (high, wide), (height, width) = self.kernel_size, images.shape[2:]
-        rows, columns = height // high, width // wide
-        whole = images[:, :, : rows * high, : columns * wide]
-        divided = whole.unflatten(3, (columns, wide)).unflatten(2, (rows, high))
-        patches = divided.permute(0, 2, 4, 1, 3, 5)  # (n, rows, columns, channels, high, wide)
+        if dtype not in (torch.bfloat16, torch.float16) or images.ndim != 4:
+            return super().forward(images)
+        high, wide = self.kernel_size
+        patches = images.unfold(2, high, high).unfold(3, wide, wide)
+        patches = patches.permute(0, 2, 3, 1, 4, 5)  # (n, rows, columns, channels, high, wide)
         copied = patches.to(dtype, memory_format=torch.contiguous_format)  # rounded on the way
         features = F.linear(copied.flatten(3), self.weight.flatten(1), self.bias)
         return features.permute(0, 3, 1, 2)
@@ -158,9 +139,9 @@ class TorchResize:
         from torchvision.transforms import PILToTensor, RandomResizedCrop
 
         steps = getattr(original, "transforms", [])
-        conversions = [step for step in steps if type(step).__module__ == "open_clip.transform"]
-        conversions += [step for step in steps if inspect.isfunction(step)]  # of open_clip 3.1
-        if [type(s) for s in steps if s not in conversions] != [RandomResizedCrop, PILToTensor]:
+        conversions = [s for s in steps if s.__module__ == "open_clip.transform"]
+        others = [type(step) for step in steps if step not in conversions]
+        if len(conversions) != 1 or others != [RandomResizedCrop, PILToTensor]:
             raise ValueError(
                 f"original: {original}; expected OpenCLIP's transform for training: "
                 "RandomResizedCrop, a conversion to RGB, PILToTensor"

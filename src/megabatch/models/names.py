@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic.dataclasses import dataclass
+
 from megabatch.errors import UsageError, did_you_mean
-from megabatch.hints import is_reference
-from megabatch.options import parse
+from megabatch.options import CONFIG, is_reference, parse
 
 #: Our own model.
 GLYPH = "glyph-small"
@@ -23,7 +23,7 @@ DOWNLOAD = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class Models:
     """List the models that --model takes.
 
@@ -55,14 +55,12 @@ def check(name: str) -> None:
         UsageError: there is none.
     """
     prefix = next((prefix for prefix in _FOLDERS if name.startswith(prefix)), "")
-    folder = Path(name.removeprefix(prefix))
-    found = [p + str(folder) for p, file in _FOLDERS.items() if (folder / file).is_file()]
-    hint = f"; did you mean {found[0]}?" if found else f"; {DOWNLOAD}"
-    if prefix and not (folder / _FOLDERS[prefix]).is_file():
-        raise UsageError(f"--model {name}: there is no {folder / _FOLDERS[prefix]}{hint}")
-    if not prefix and not is_reference(name) and name != GLYPH and name not in available():
-        if not found and "/" not in name:
-            hint = did_you_mean(name, available(), 3)
+    if prefix:
+        file = Path(name.removeprefix(prefix), _FOLDERS[prefix])
+        if not file.is_file():
+            raise UsageError(f"--model {name}: there is no {file}; {DOWNLOAD}")
+    elif name != GLYPH and not is_reference(name) and name not in available():
+        hint = f"; {DOWNLOAD}" if "/" in name else did_you_mean(name, available(), 3)
         raise UsageError(f"--model: {name!r} is not known{hint} (`megabatch models` lists all)")
 
 

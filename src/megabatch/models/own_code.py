@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import os
 import sys
-import traceback
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
-from megabatch.errors import UsageError, did_you_mean, one_line
-from megabatch.hints import option
+from megabatch.errors import UsageError, as_usage_error, did_you_mean
+from megabatch.options import option
 
 
 def load(reference: str, setting: str) -> Any:
@@ -34,7 +32,7 @@ def load(reference: str, setting: str) -> Any:
     if folder not in sys.path and "" not in sys.path:
         sys.path.insert(0, folder)
     importlib.invalidate_caches()
-    with _failures(f"{label}: importing {module_name}, installed or in {folder}"):
+    with as_usage_error(f"{label}: importing {module_name}, installed or in {folder}"):
         module = importlib.import_module(module_name)
     found = getattr(module, name, None)
     if not callable(found):
@@ -50,7 +48,7 @@ def call(found: Any, label: str, **arguments: Any) -> Any:
         UsageError: it needs others, or it fails.
     """
     known = accepted(found, arguments, label)
-    with _failures(label):
+    with as_usage_error(label):
         return found(**{name: arguments[name] for name in known})
 
 
@@ -73,17 +71,3 @@ def accepted(found: Any, names: Collection[str], label: str, *, positional: int 
             f"{' or '.join(names)}"
         )
     return {p.name for p in rest} & set(names)
-
-
-@contextlib.contextmanager
-def _failures(label: str) -> Iterator[None]:
-    """Turn an error of the user's code into a UsageError: one line, with its place."""
-    try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"({frame.filename}, line {frame.lineno})"
-        reason = one_line(error, 400)
-        raise UsageError(f"{label}: {type(error).__name__}: {reason} {place}") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,20 +13,16 @@ from torch import Tensor
 Lengths: TypeAlias = Callable[[Tensor], Tensor]
 Pooling = Literal["mean", "cls", "last"]
 
-#: transformers' text encoders that mask padding in attention, count positions from the left, and
-#: mix tokens in attention alone. Convolutions (DeBERTa, ConvBERT), Fourier transforms (FNet) and
-#: attention whose pattern depends on the length (BigBird, Nystromformer) would read the padding.
+#: Types of transformers' text encoders for which `without_padding` is right: they mask padding in
+#: attention, count positions from the left, and mix tokens in attention alone. Convolutions
+#: (DeBERTa, ConvBERT), Fourier transforms (FNet) and attention whose pattern depends on the length
+#: (BigBird, Nystromformer) would read the padding.
 MASKED_KINDS = frozenset(
     {
         *("albert", "bert", "camembert", "distilbert", "electra", "modernbert", "mpnet"),
         *("roberta", "xlm-roberta"),
     }
 )
-
-
-def is_masked_kind(config: Any) -> bool:
-    """Whether a transformers configuration is of a kind for which `without_padding` is right."""
-    return getattr(config, "model_type", None) in MASKED_KINDS
 
 
 def up_to_largest(tokens: Tensor) -> Tensor:

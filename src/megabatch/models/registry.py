@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from torch import nn
-
-from megabatch.errors import UsageError
-from megabatch.hints import is_reference
+from megabatch.errors import UsageError, as_usage_error
 from megabatch.models import names, own_code, weights
 from megabatch.models.towers import ModelOptions, Towers
+from megabatch.options import is_reference
 
 
 def create(
@@ -42,31 +43,57 @@ def create(
     names.check(name)
     file = None if pretrained is None else weights.find(Path(pretrained))
     if is_reference(name):
-        return _create_own(name, file, options)
-    # Each kind imports its own libraries, which take seconds.
-    if name == names.GLYPH:
+        towers = _create_own(name, options)
+    # The other kinds import their libraries, which take seconds.
+    elif name == names.GLYPH:
         from megabatch.models import glyph
 
-        return glyph.create(file, options)
-    if name.startswith(names.HUGGING_FACE):
+        towers = glyph.create(options)
+    elif name.startswith(names.HUGGING_FACE):
         from megabatch.models import hf_images, huggingface
 
         folder = Path(name.removeprefix(names.HUGGING_FACE))
-        config = huggingface.read_config(folder)
-        has_images = hasattr(config, "vision_config") and hasattr(config, "text_config")
-        module = hf_images if has_images else huggingface
-        return module.create(name, folder, config, file, options)
-    from megabatch.models import openclip
+        with _quietly(), as_usage_error(f"--model: {folder} cannot be read"):
+            config = huggingface.read_config(folder)
+            has_images = hasattr(config, "vision_config") and hasattr(config, "text_config")
+            module = hf_images if has_images else huggingface
+            towers = module.create(name, folder, config, options)
+    else:
+        from megabatch.models import openclip
 
-    return openclip.create(name, file, options)
+        with _quietly():
+            return openclip.create(name, file, options)
+    if file is not None:
+        weights.load_model(towers.module, file, name)
+    towers.module.train()
+    return towers
 
 
-def _create_own(name: str, file: Path | None, options: ModelOptions) -> Towers:
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep open_clip and transformers from reporting random or unused weights, and from asking.
+
+    open_clip does not pass `trust_remote_code`: transformers would ask the user whether to run the
+    code of a text tower's folder.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.WARNING)
+        with contextlib.suppress(ImportError):  # told where it is needed
+            from transformers import dynamic_module_utils as asking
+            from transformers.utils.logging import disable_progress_bar
+
+            disable_progress_bar()
+            stack.callback(setattr, asking, "TIME_OUT_REMOTE_CODE", asking.TIME_OUT_REMOTE_CODE)
+            asking.TIME_OUT_REMOTE_CODE = 0  # seconds to answer; then it is refused
+        yield
+
+
+def _create_own(name: str, options: ModelOptions) -> Towers:
     """Call the function that a reference names, with `options` if it has such a parameter.
 
     Raises:
-        UsageError: there is no such function, it fails, it returns anything but usable `Towers`, or
-            the weights are another model's.
+        UsageError: there is no such function, it fails, or it returns anything but usable `Towers`.
     """
     label = f"--model {name}"
     function = own_code.load(name, "model")
@@ -76,10 +103,4 @@ def _create_own(name: str, file: Path | None, options: ModelOptions) -> Towers:
     if not isinstance(towers, Towers):
         got = type(towers).__name__
         raise UsageError(f"{label}: expected to return megabatch.models.Towers, got {got}")
-    scale = getattr(towers.module, "logit_scale", None)
-    if not isinstance(scale, nn.Parameter) or scale.numel() != 1:
-        raise UsageError(f"{label}: module.logit_scale: expected a parameter with one element")
-    if file is not None:
-        weights.load_model(towers.module, file, name)
-    towers.module.train()
     return replace(towers, name=name)

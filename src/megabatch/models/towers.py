@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megabatch.errors import UsageError, plural
-from megabatch.hints import option
+from megabatch.errors import UsageError, as_usage_error
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models.padding import Lengths, Pooling
+from megabatch.options import option
 
 Tower = Literal["image", "text"]
 
@@ -186,10 +186,8 @@ def lock(module: nn.Module, tower: Tower, *, unlocked: int = 0) -> None:
     parameters = towers[tower].values()
     own = getattr(module, f"lock_{tower}_tower", None)
     if own is not None:
-        try:
+        with as_usage_error(option):
             own(unlocked)
-        except Exception as error:  # whatever the architecture's own library raises
-            raise UsageError(f"{option}: {error or type(error).__name__}") from error
     elif unlocked:
         raise UsageError(f"{option}: this model's towers are locked as a whole, got {unlocked}")
     else:
@@ -197,8 +195,7 @@ def lock(module: nn.Module, tower: Tower, *, unlocked: int = 0) -> None:
             parameter.requires_grad_(False)
     if all(parameter.requires_grad for parameter in parameters):
         raise UsageError(
-            f"{option}: with {plural(unlocked, 'group')} unlocked nothing of the {tower} tower "
-            "stays locked"
+            f"{option}: with {unlocked} groups unlocked nothing of the {tower} tower stays locked"
         )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.config.settings import TrainConfig
-from megabatch.hints import is_reference
+from megabatch.options import is_reference
 from megabatch.similarity import settings
 from megabatch.similarity.distributed.schedule import round_rows
 from megabatch.similarity.triton.blocking import block_shape, padded

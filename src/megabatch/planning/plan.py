@@ -17,10 +17,10 @@ from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_
 from megabatch.errors import UsageError, plural
 from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
-from megabatch.hints import is_reference
 from megabatch.models import Towers
 from megabatch.models.blocks import blocks, checkpoint_activations
 from megabatch.models.towers import Tower, locked_towers
+from megabatch.options import is_reference
 from megabatch.planning.machine import DATASHEETS, Machine
 from megabatch.planning.memory import AUTOCAST, loss_bytes, state_bytes
 from megabatch.planning.micro_batches import WHOLE, MicroBatches, TextLengths, weighted

@@ -8,8 +8,8 @@ and elementwise kernels have no operations that count.
 from __future__ import annotations
 
 from megabatch.config.settings import TrainConfig
-from megabatch.hints import is_reference
 from megabatch.losses.registry import TRAINABLE
+from megabatch.options import is_reference
 from megabatch.planning.machine import Machine, Speeds
 from megabatch.planning.memory import ITSELF
 from megabatch.planning.micro_batches import MicroBatches

@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megabatch.errors import plural
-from megabatch.hints import is_reference
+from megabatch.options import is_reference
 from megabatch.planning.machine import DATASHEETS, datasheet
 from megabatch.planning.plan import PHASES, Plan
 

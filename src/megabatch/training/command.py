@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megabatch.config.file import parse
-from megabatch.config.problems import problems
+from megabatch.config.settings import problems
 from megabatch.errors import UsageError, all_of, checks_alone
 from megabatch.training.run_folder import folder_problems
 

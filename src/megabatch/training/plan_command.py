@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from megabatch.config.file import Start, configure, parser
-from megabatch.config.problems import problems
-from megabatch.config.settings import TrainConfig, resolve_device
+from pydantic import PositiveInt
+from pydantic.dataclasses import dataclass
+
+from megabatch.config.file import Start, configure
+from megabatch.config.settings import Size, TrainConfig, problems, resolve_device
 from megabatch.errors import UsageError, all_of, did_you_mean
-from megabatch.hints import SIZE, Form, Interval, parse_bytes
+from megabatch.options import CONFIG, make, read_words
 from megabatch.planning.machine import DATASHEETS, other_machine, this_machine
 
 if TYPE_CHECKING:
@@ -19,32 +21,26 @@ if TYPE_CHECKING:
 
 _DESCRIPTION = """Estimate the memory and the time of a step on each GPU, and whether it fits.
 
-Takes the options of `megabatch train` (packaged configurations: {names}). If training data are
+Takes the options of `megabatch train` (packaged configuration: quickstart). If training data are
 named, it reads some texts for their lengths, and with --decode late the sizes of some images. Times
 are known for H200s, as measured, and for H100, A100, A800 and L40S in proportion to datasheets.
 With --micro-batch-size auto it compares sizes by these times. The exit code is 0 if the run fits
 and 1 if it does not."""
 
-#: Options that `--help` lists.
-_COMMON = (
-    *("gpus", "gpu_memory", "gpu_name", "config", "model", "train_data", "loss"),
-    *("global_batch_size", "micro_batch_size", "precision", "grad_checkpointing"),
-)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class PlanOptions:
     """The machine, and texts."""
 
-    gpus: Annotated[int, Interval(at_least=1)] = 1
+    gpus: PositiveInt = 1
     """Number of GPUs (of another machine, with 8 to a host), or of processes on the CPU."""
-    gpu_memory: Annotated[str | None, Form(SIZE, "a size such as 80GiB")] = None
+    gpu_memory: Size | None = None
     """Memory per GPU of another machine, such as 80GiB. Default: that of --gpu-name, or this
     machine."""
     gpu_name: str = ""
     """Kind of the GPUs of another machine: H200, H100, A100 (80 GB), A800 or L40S; for another one
     give --gpu-memory."""
-    text_tokens: Annotated[int | None, Interval(at_least=1)] = None
+    text_tokens: PositiveInt | None = None
     """Tokens of a micro-batch's longest text, where texts are trimmed (--trim-texts). Default: as
     the texts of --train-data in order of length, or all that the model takes."""
 
@@ -52,10 +48,9 @@ class PlanOptions:
 def main(argv: list[str]) -> int:
     """Plan as the options say; returns the exit code."""
     classes = (PlanOptions, Start, TrainConfig)
-    chosen = parser("megabatch plan", _DESCRIPTION, classes, _COMMON).parse(argv)
-    own = {name: chosen.pop(name) for name in vars(PlanOptions()) if name in chosen}
-    options = PlanOptions(**own)
-    config = configure(chosen)
+    given = read_words(classes, argv, "megabatch plan", _DESCRIPTION)
+    own = {f.name: given.pop(f.name) for f in fields(PlanOptions) if f.name in given}
+    options, config = make(PlanOptions, own), configure(given)
     if reasons := problems(config, "model", *["train_data"] * (config.decode == "late")):
         raise UsageError(all_of(reasons))
     memory = _memory(options)
@@ -78,7 +73,7 @@ def main(argv: list[str]) -> int:
 def _memory(options: PlanOptions) -> int | None:
     """Bytes of each GPU of another machine; None: the plan is for this one."""
     if options.gpu_memory is not None:
-        return parse_bytes(options.gpu_memory)
+        return options.gpu_memory
     if options.gpu_name and options.gpu_name not in DATASHEETS:  # "A100-SXM4-40GB" is another one
         raise UsageError(
             f"--gpu-name {options.gpu_name}: expected one of {', '.join(DATASHEETS)}, or its "

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import fcntl
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from megabatch import files
 from megabatch.config.file import load_config, to_dict
-from megabatch.config.settings import MayChange, TrainConfig
+from megabatch.config.settings import MAY_CHANGE, TrainConfig
 from megabatch.errors import UsageError
-from megabatch.hints import option, settings_of
+from megabatch.options import option
 
 
 def locked_file(folder: Path) -> TextIO:
@@ -48,11 +48,11 @@ def _differences(config: TrainConfig) -> list[str]:
     # Trusted, as the values are compared only.
     own = load_config(config.output / "config.toml", trust=True)
     now, before = to_dict(config), to_dict(own)
-    settings = settings_of(TrainConfig)
+    declared: Any = TrainConfig
     changed = [
         f"{option(key)} was {before[key]}, is {now[key]}"
         for key in now
-        if now[key] != before[key] and settings[key].mark(MayChange) is None
+        if now[key] != before[key] and MAY_CHANGE not in declared.__pydantic_fields__[key].metadata
     ]
     if not changed:
         return []

@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from megabatch.config.file import FINE_TUNING, to_dict
+from megabatch.config.file import to_dict
 from megabatch.config.objective import create_objective
-from megabatch.config.problems import problems, schedule_problems
-from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
+from megabatch.config.settings import (
+    TrainConfig,
+    activation_bytes,
+    problems,
+    schedule_problems,
+    unmeasured_micro_batch,
+)
 from megabatch.data import PairDataset, PairLoader, open_pairs
 from megabatch.data.late import mean_bytes
 from megabatch.data.order import pairs_per_epoch
 from megabatch.errors import UsageError, all_of, naming, plural
-from megabatch.hints import is_reference, option, with_value
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
 from megabatch.models.images import TorchResize
 from megabatch.models.towers import lock, set_modes
-from megabatch.models.weights import load_tower
+from megabatch.options import is_reference, option
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 from megabatch.training import evaluating, trackers
 from megabatch.training.micro_batch import batch_norms
@@ -32,8 +36,7 @@ from megabatch.training.world import World
 
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
-    *("output", "train_data", "val_data"),
-    *("pretrained", "pretrained_image_path", "pretrained_text_path"),
+    *("output", "pretrained", "train_data", "val_data"),
     *("micro_batch_size", "workers", "torchcompile", "data_timeout", "dist_timeout"),
 )
 
@@ -143,7 +146,7 @@ def model_notes(config: TrainConfig, towers: Towers, ranks: int = 1) -> list[str
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
     # OpenCLIP's trainer starts such a tower with the weights that its name stands for.
     text: Any = getattr(towers.module, "text", None)
-    loaded = config.pretrained or config.pretrained_text_path or ":" in config.model
+    loaded = config.pretrained or ":" in config.model
     if not loaded and type(text).__name__ == "HFTextEncoder":
         notes.append(
             f"the text tower starts with random weights: those of {text.config.name_or_path}, "
@@ -164,15 +167,11 @@ def weight_notes(config: TrainConfig) -> list[str]:
     """A line on the learning rate of a model that starts with weights, unless it was chosen."""
     source = config.model if config.pretrained is None else f"--pretrained {config.pretrained}"
     trained = names.is_trained(config.model) or config.pretrained is not None
-    rates = {name: getattr(config, name) for name in FINE_TUNING}
     if not trained or config.lock_image or config.lock_text:
         return []
-    if rates == FINE_TUNING and names.is_text_encoder(config.model):
-        chosen = " ".join(with_value(name, value) for name, value in rates.items())
-        return [f"{source} has weights, so the defaults are those of fine-tuning: {chosen}"]
     if config.lr == TrainConfig.lr:
         return [
-            f"{source} has weights, but {with_value('lr', config.lr)} is meant for random ones; "
+            f"{source} has weights, but --lr {config.lr} is meant for random ones; "
             "fine-tuning usually takes 1e-5 to 1e-4"
         ]
     return []
@@ -205,7 +204,7 @@ def check_kind(config: TrainConfig, given: str, taken: str) -> None:
 
 def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: int) -> list[str]:
     """Reasons why a data set with this many pairs per epoch is too small for the run."""
-    batch = with_value("global_batch_size", config.global_batch_size)
+    batch = f"--global-batch-size {config.global_batch_size}"
     if config.global_batch_size < ranks:
         return [f"{batch}: expected at least 1 for each of {ranks} processes"]
     if config.global_batch_size > pairs:
@@ -246,10 +245,6 @@ def build_towers(config: TrainConfig) -> Towers:
     options = ModelOptions.of(to_dict(config))
     towers = create(config.model, pretrained=config.pretrained, options=options)
     module = towers.module
-    if config.pretrained_image_path is not None:
-        load_tower(module, "image", config.pretrained_image_path)
-    if config.pretrained_text_path is not None:
-        load_tower(module, "text", config.pretrained_text_path)
     if config.lock_image:
         lock(module, "image", unlocked=config.lock_image_unlocked_groups)
     if config.lock_text:

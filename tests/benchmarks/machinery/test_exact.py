@@ -1,4 +1,4 @@
-"""Exact losses against autograd through the whole matrix."""
+"""Exact losses against each contender in float64; a dense one is autograd through the matrix."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import pytest
 import torch
 
 from machinery import exact as exact_losses
-from machinery import truth
-from machinery.inputs import features
-from tests.similarity import dense
+from machinery import family, step, truth
+from machinery.family import LOSSES
+from machinery.inputs import Case, features
 
-
-def leaves(m: int, n: int, *numbers: float) -> list[torch.Tensor]:
-    x, y = features(m, 5, torch.float64, "cpu", n=n)
-    scalars = [torch.tensor(number, dtype=x.dtype) for number in numbers]
-    return [t.requires_grad_() for t in (x, y, *scalars)]
+CONTENDERS = [
+    (name, contender.name)
+    for name, loss in LOSSES.items()
+    for contender in loss.contenders.values()
+    if contender.runs_on("cpu")
+]
 
 
 @pytest.mark.parametrize("strip", [7, 1 << 27])
-def test_sigmoid_loss_and_its_bias(strip: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("loss", "name"), CONTENDERS)
+def test_every_contender_is_the_loss(
+    loss: str, name: str, strip: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(truth, "_STRIP_NUMBERS", strip * 33)
-    inputs = x, y, scale, bias = leaves(33, 33, 14.3, -10.0)
-    z = scale * x @ y.T + bias
-    loss = -torch.nn.functional.logsigmoid(z * (2 * torch.eye(33, dtype=z.dtype) - 1)).sum() / 33
-    gradients = torch.autograd.grad(loss, inputs)
-    exact = exact_losses.siglip(x.detach(), y.detach(), 14.3, -10.0)
-    for mine, theirs in zip(exact, (loss.detach(), *gradients), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    monkeypatch.setattr(family, "CLASSES", 5)
+    for n in (None, 12) if loss == "logsumexp" else (None,):
+        made = Case(loss, name, "cpu", "float64", b=33, d=8, scale=30.0, n=n)
+        inputs = step.make_inputs(made)
+        call = step.forward_backward(LOSSES[loss].contenders[name].load(), made, inputs)
+        value, exact = call(), step.exact_result(made, inputs)
+        found = [value, inputs.x.grad, inputs.y.grad, *(scalar.grad for scalar in inputs.scalars)]
+        for mine, theirs in zip(found, [t for t in exact if t is not None], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
-def test_logsumexp_of_a_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truth, "_STRIP_NUMBERS", 7 * 12)
-    inputs = x, y, scale = leaves(33, 12, 14.3)
-    rows, columns = dense.logsumexp(x, y, scale)
-    loss = rows.mean() + columns.mean()
-    gradients = torch.autograd.grad(loss, inputs)
-    exact = exact_losses.logsumexp(x.detach(), y.detach(), 14.3)
-    for mine, theirs in zip(exact[:4], (loss.detach(), *gradients), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+def test_masks_hit_something() -> None:
+    x, y = features(64, 8, torch.float64, "cpu")
+    ids = family.duplicates(x)
+    assert 64 < (ids[:, None] == ids).sum() < 64 * 4
+    assert 50 < len(family.duplicates(x).unique()) < 64
+    products = x @ y.T
+    assert (products > products.diagonal()[:, None] + family.MARGIN).sum() > 64
 
 
 def test_loss_of_copies_follows_from_the_loss_of_one() -> None:
@@ -49,5 +53,7 @@ def test_loss_of_copies_follows_from_the_loss_of_one() -> None:
     assert truth.row_error(direct.dx, derived.dx) < 1e-12
     assert truth.row_error(direct.dy, derived.dy) < 1e-12
     wrong = direct.dx.clone()
-    wrong[80] *= 1.5
+    wrong[80] *= 1.5  # the error is that of the worst row
     assert truth.row_error(wrong, derived.dx) == pytest.approx(0.5)
+    off = truth.relative_error(torch.tensor(2.2), torch.tensor(-2.0).double())
+    assert off == pytest.approx(2.1)

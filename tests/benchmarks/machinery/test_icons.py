@@ -61,19 +61,16 @@ def sets() -> dict[str, dict[str, Any]]:
     return {"plain": plain, "brands": logos, "bi2-solid": held_out}
 
 
-def files() -> dict[str, bytes]:
+def write_tarball(path: Path) -> Path:
+    """Returns the path."""
     documents: dict[str, Any] = {
         "package.json": {"name": "@iconify/json", "version": "1.2.3"},
         "collections.json": {prefix: each["info"] for prefix, each in sets().items()},
+        **{f"json/{prefix}.json": each for prefix, each in sets().items()},
     }
-    documents |= {f"json/{prefix}.json": each for prefix, each in sets().items()}
-    return {name: json.dumps(document).encode() for name, document in documents.items()}
-
-
-def write_tarball(path: Path) -> Path:
-    """Returns the path."""
     with tarfile.open(path, "w:gz") as tar:
-        for name, data in files().items():
+        for name, document in documents.items():
+            data = json.dumps(document).encode()
             info = tarfile.TarInfo(f"package/{name}")
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))

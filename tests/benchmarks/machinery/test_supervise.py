@@ -53,22 +53,21 @@ def statuses(start: Starter, log: Path, seconds: float = 30, patience: float = 2
     return [f"{case.contender} {result.status} {result.note}".strip() for case, result in found]
 
 
-def test_all_is_well(tmp_path: Path) -> None:
-    start = Starter("-c", WORKER, "lives")
-    assert statuses(start, tmp_path / "log") == ["0 ok", "1 ok", "2 ok", "3 ok"]
-    assert start.skipped == [[]]
-
-
-def test_after_a_crash_another_worker_goes_on(tmp_path: Path) -> None:
-    start = Starter("-c", WORKER, "dies")
-    assert statuses(start, tmp_path / "log") == ["0 ok", "1 failed the reason", "2 ok", "3 ok"]
-    assert start.skipped == [[], [0, 1]]
-
-
-def test_after_a_hang_another_worker_goes_on(tmp_path: Path) -> None:
-    start = Starter("-c", WORKER, "hangs")
-    found = statuses(start, tmp_path / "log", patience=2)
-    assert found == ["0 ok", "1 failed no sign of life for 2 s", "2 ok", "3 ok"]
+@pytest.mark.parametrize(
+    ("fate", "of_1", "skipped"),
+    [
+        ("lives", "ok", [[]]),
+        ("dies", "failed the reason", [[], [0, 1]]),
+        ("hangs", "failed no sign of life for 2 s", [[], [0, 1]]),
+    ],
+)
+def test_after_a_crash_or_a_hang_another_worker_goes_on(
+    fate: str, of_1: str, skipped: list[list[int]], tmp_path: Path
+) -> None:
+    start = Starter("-c", WORKER, fate)
+    found = statuses(start, tmp_path / "log", patience=2 if fate == "hangs" else 20)
+    assert found == ["0 ok", f"1 {of_1}", "2 ok", "3 ok"]
+    assert start.skipped == skipped
 
 
 def test_at_the_deadline_what_is_left_is_skipped(tmp_path: Path) -> None:

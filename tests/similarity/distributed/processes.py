@@ -17,7 +17,6 @@ import contextlib
 import faulthandler
 import functools
 import importlib
-import itertools
 import math
 import multiprocessing
 import os
@@ -113,18 +112,14 @@ def shard_sizes(n: int) -> Iterator[list[int]]:
 class Groups:
     """One group for each size and kind of device, started when a check first needs it."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder  #: for the stack traces of processes that end
+    def __init__(self, new_folder: Callable[[], Path]) -> None:
+        """`new_folder`: gives one for the stack traces of processes that end."""
+        self._new_folder = new_folder
         self._groups: dict[tuple[int, str], Group] = {}
-        self._numbers = itertools.count()
 
     def failures(self, check: Check, size: int, device: str, folder: Path) -> list[str]:
         """Run a check on a group; return its failures, the first one first."""
-        group = self._groups.pop((size, device), None)
-        if group is None:
-            own = self._folder / f"group-{next(self._numbers)}"
-            own.mkdir()
-            group = Group(size, device, own)
+        group = self._groups.pop((size, device), None) or Group(size, device, self._new_folder())
         failures = group.failures(check, folder)
         if not failures:
             self._groups[size, device] = group

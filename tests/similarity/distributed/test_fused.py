@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity import backends, softplus_sum, split_logsumexp
+from megabatch.similarity import backends, logsumexp, softplus_sum, split_logsumexp
 from tests.similarity.distributed.comparison import Sizes, compare
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.transfers import transferring
@@ -50,6 +50,13 @@ def log_sum_exps(
     return [*(part.detach() for part in parts), total]
 
 
+def of_all_pairs(group: Any, x: Tensor, y: Tensor, weights: Tensor) -> Sequence[Tensor]:
+    rows, columns = logsumexp(x, y, 10.0, group=group)
+    assert columns is not None
+    total = (rows * weights[:, 0]).sum() + (columns * weights[:, 1]).sum()
+    return [rows.detach(), columns.detach(), total]
+
+
 @on_devices(2)
 def test_log_sum_exps(world: World) -> None:
     """Ranks agree on the base of their sums and on the scaling of float16 gradients."""
@@ -71,6 +78,11 @@ def test_log_sum_exps(world: World) -> None:
         with transferring(**way) as patch:
             patch.setattr(backends, "uses_kernels", lambda x: True)
             compare(world, log_sum_exps, inputs, [sizes] * 6 + [None], "4", close=close)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backends, "uses_kernels", lambda x: True)
+        sizes = [40, 80]
+        given: Any = [(tensor, sizes) for tensor in (x, y, weights)]
+        compare(world, of_all_pairs, given, [sizes, sizes, None], "2", close=close)
 
 
 def sigmoid_sum(

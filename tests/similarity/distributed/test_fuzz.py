@@ -7,23 +7,17 @@ or in rounds, is compared with the dense expression of all rows; so are its grad
 from __future__ import annotations
 
 import itertools
-import sys
-from pathlib import Path
-from unittest import mock
 
 import torch
 
+from fuzzing.cases import draw
+from fuzzing.groups import FINE, attempt
 from tests.similarity.distributed.processes import World, on_devices
-
-SCRIPTS = Path(__file__).parents[3] / "benchmarks"
 
 
 @on_devices(2, 3, 4, 6)
 def test_random_cases(world: World) -> None:
     torch.set_default_device(None)  # `attempt` takes the device
-    with mock.patch.object(sys, "path", [str(SCRIPTS), *sys.path]):
-        from fuzzing.cases import draw
-        from fuzzing.groups import FINE, attempt
     drawn = (draw(6, index, ("float64",), max(3, world.size)) for index in range(2000))
     number = 60 // world.size
     cases = list(itertools.islice((c for c in drawn if c["ranks"] == world.size), number))

@@ -13,13 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from megabatch import GradientCache
 from megabatch.losses import ClipLoss, MultiModalLoss, NTXentLoss, SigLipLoss
-from tests.gradient_cache.parallel import gradients
+from tests.gradient_cache.parallel import gradients, sharded
 from tests.similarity.distributed.processes import World, on_devices, shard_sizes
 
 WIDTH, D = 5, 4
@@ -66,17 +64,6 @@ def new_model(frozen: bool) -> Model:
     return model
 
 
-def under_ddp(model: Model) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
-def under_fsdp(model: Model) -> nn.Module:
-    mesh = init_device_mesh(next(model.parameters()).device.type, (dist.get_world_size(),))
-    for module in (model.image, model.text, model.audio, model):
-        fully_shard(module, mesh=mesh)
-    return model
-
-
 def under_ddp_but_for_the_numbers(model: Model) -> nn.Module:
     """All towers are in DDP; nothing averages the gradients of the scale and the bias."""
     for name in ("image", "text", "audio"):
@@ -85,7 +72,13 @@ def under_ddp_but_for_the_numbers(model: Model) -> nn.Module:
     return model
 
 
-WRAPPERS = (under_ddp, under_fsdp, under_ddp_but_for_the_numbers)
+def under_fsdp(model: Model) -> nn.Module:
+    for module in (model.image, model.text, model.audio, model):
+        sharded(module)
+    return model
+
+
+WRAPPERS = (DistributedDataParallel, under_fsdp, under_ddp_but_for_the_numbers)
 
 
 def compare(

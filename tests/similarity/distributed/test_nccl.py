@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megabatch import ClipLoss, SigLipLoss
 from megabatch.errors import CommunicationError
-from megabatch.similarity import settings
 from megabatch.similarity.distributed import schedule
+from tests.process_state import changed
 from tests.similarity.distributed.comparison import Sizes, compare, leaf
 from tests.similarity.distributed.processes import World, join, on_gpus, start
 
@@ -52,10 +52,9 @@ def test_large_shards(world: World) -> None:
         *((torch.tensor(value), None) for value in (10.0, -5.0)),
     ]
     for bound in (None, n * rows * d * 2 - 1):
-        before = settings.set_gather(bound)
-        compare(world, clip, inputs[:3], [None], close=close)
-        compare(world, sig_lip, inputs, [None], close=close)
-        settings.set_gather(before)
+        with changed("gather", bound):
+            compare(world, clip, inputs[:3], [None], close=close)
+            compare(world, sig_lip, inputs, [None], close=close)
 
 
 @on_gpus(2, 3, 4)

@@ -11,13 +11,7 @@ from torch import Tensor
 from megabatch import SigLipLoss, similarity
 from megabatch.similarity import backends, softplus_sum, split_logsumexp
 from tests.similarity import dense
-from tests.similarity.distributed.comparison import (
-    D,
-    compare,
-    double,
-    leaf,
-    some_ids,
-)
+from tests.similarity.distributed.comparison import D, compare, double, leaf, some_ids
 from tests.similarity.distributed.processes import World, on_devices
 from tests.similarity.distributed.transfers import received_bytes, transferring
 

@@ -20,6 +20,7 @@ from megabatch.similarity.distributed import comm, layout, schedule
 from megabatch.similarity.distributed.comm import Pending
 from megabatch.similarity.eager import SoftmaxTiles
 from megabatch.similarity.eager_sigmoid import SigmoidTiles
+from tests.process_state import changed
 from tests.similarity.distributed.processes import World, on_processes
 from tests.similarity.distributed.transfers import (
     recorded,
@@ -62,9 +63,8 @@ def test_setters_return_the_previous_value(
     ],
 )
 def test_rounds_are_even_and_of_whole_tiles(limit: int, size: int, rows: int) -> None:
-    before = settings.set_gather(limit)
-    assert schedule.round_rows(size, 16) == rows
-    settings.set_gather(before)
+    with changed("gather", limit):
+        assert schedule.round_rows(size, 16) == rows
 
 
 @on_processes(2)

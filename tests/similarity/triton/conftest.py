@@ -4,14 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from megabatch import similarity
 from megabatch.similarity import backends
+from tests.process_state import changed
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls take the kernels, wherever the features are, in blocks of 512."""
     monkeypatch.setattr(backends, "uses_kernels", lambda x: True)
-    before = similarity.set_workspace(1 << 20)
-    yield
-    similarity.set_workspace(before)
+    with changed("workspace", 1 << 20):
+        yield

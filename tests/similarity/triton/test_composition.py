@@ -12,6 +12,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch import similarity
+from tests.process_state import changed
 
 pytestmark = pytest.mark.gpu
 Loss = Callable[..., Tensor]
@@ -131,15 +132,11 @@ def test_autocast_casts_features_as_it_does_for_a_product() -> None:
 def test_float32_follows_the_precision_setting() -> None:
     x, y, scale, _ = make(dtype=torch.float32)
     truth = gradients(mb.ClipLoss(), [x.double(), y.double(), scale.double()])
-    before = torch.get_float32_matmul_precision()
-    try:
-        for setting, tolerance in (("highest", 2e-5), ("high", 2e-3)):
-            torch.set_float32_matmul_precision(setting)
+    for setting, tolerance in (("highest", 2e-5), ("high", 2e-3)):
+        with changed("precision", setting):
             ours = gradients(mb.ClipLoss(), [x, y, scale])
-            for a, b in zip(ours, truth, strict=True):
-                assert (a - b).norm() <= tolerance * b.norm()
-    finally:
-        torch.set_float32_matmul_precision(before)
+        for a, b in zip(ours, truth, strict=True):
+            assert (a - b).norm() <= tolerance * b.norm()
 
 
 @pytest.mark.parametrize("long_side", ["x", "y"])

@@ -25,12 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import megabatch as mb
 from megabatch.similarity.triton import launch as module
-from megabatch.similarity.triton import (
-    paired,
-    sigmoid,
-    softmax,
-    tiles,
-)
+from megabatch.similarity.triton import paired, sigmoid, softmax, tiles
 from megabatch.similarity.triton.blocks import Block
 from megabatch.similarity.triton.launch import VARYING, Kernel, kernel, kinds
 
@@ -101,21 +96,17 @@ def test_a_block_gives_the_arguments_that_are_named_as_its_attributes(made: Kern
         shared.launch(3, block, x=WIDE, n=5, B=128)
 
 
-@pytest.mark.parametrize(
-    ("positional", "changed", "message"),
-    [
-        ((), {"x": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'x'"),
-        ((), {"FLAG": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'FLAG'"),
-        ((), {"z": 1}, r"example.launch\(\) got an unexpected keyword argument 'z'"),
-        ((WIDE,), {"x": ...}, "takes 1 positional argument but 2"),
-    ],
-)
-def test_arguments_that_are_missing_or_unknown(
-    made: Kernel, positional: tuple[Any, ...], changed: dict[str, Any], message: str
-) -> None:
-    arguments = {k: v for k, v in (USUAL | changed).items() if v is not ...}
-    with pytest.raises(TypeError, match=message):
-        made.launch(1, *positional, **arguments)
+def test_arguments_that_are_missing_or_unknown(made: Kernel) -> None:
+    for changed, message in (
+        ({"x": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'x'"),
+        ({"FLAG": ...}, r"example.launch\(\) missing 1 required keyword-only argument: 'FLAG'"),
+        ({"z": 1}, r"example.launch\(\) got an unexpected keyword argument 'z'"),
+    ):
+        arguments = {k: v for k, v in (USUAL | changed).items() if v is not ...}
+        with pytest.raises(TypeError, match=message):
+            made.launch(1, **arguments)
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2"):
+        made.launch(1, WIDE)
 
 
 def test_constants_come_last_in_a_signature() -> None:
@@ -152,6 +143,7 @@ def test_names_of_arguments_are_those_of_some_kernel() -> None:
         {"n": None},
         {"x": None},
         {"x": TensorDescriptor.from_tensor(WIDE, [4, 64])},
+        {"x": TensorDescriptor.from_tensor(WIDE, [4, 32]), "of": [4, 64]},
         {"x": None, "y": WIDE},
         {"B": 64},
         {"num_warps": 8},
@@ -162,18 +154,13 @@ def test_names_of_arguments_are_those_of_some_kernel() -> None:
 def test_arguments_that_need_another_kernel_go_through_triton(
     made: Kernel, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made.launch(1, **USUAL)
+    """`of`: the tile of a descriptor in the launch before."""
+    tile = changed.pop("of", None)
+    made.launch(1, **USUAL | ({"x": TensorDescriptor.from_tensor(WIDE, tile)} if tile else {}))
     device = changed.pop("device", 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     made.launch(1, **USUAL | changed)
     made.launch(1, **USUAL | changed)
-    assert how_launched(made) == ["bound", "bound", "directly"]
-
-
-def test_descriptors_of_other_tiles_need_another_kernel(made: Kernel) -> None:
-    for width in (64, 32, 64):
-        box = TensorDescriptor.from_tensor(WIDE, [4, width])
-        made.launch(1, **USUAL | {"x": box})
     assert how_launched(made) == ["bound", "bound", "directly"]
 
 

@@ -13,6 +13,8 @@ from torch import Tensor
 import megabatch as mb
 from megabatch import similarity
 from megabatch.similarity import settings
+from tests.process_state import changed
+from tests.similarity.dense import equal_ids
 from tests.similarity.features import MAKERS
 from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS, SECOND
 
@@ -44,10 +46,7 @@ def exact(
     x, y = x.double(), y.double()
     products = x @ y.T
     z = scale * products + bias
-    if isinstance(ids, str):
-        positive = torch.eye(len(x), len(y), dtype=torch.bool, device=x.device)
-    else:
-        positive = (ids[0][:, None] == ids[1]) & (ids[0] >= 0)[:, None]
+    positive = equal_ids(z, ids)
     weights = torch.ones_like(x[:, 0]) if weight is None else weight.double()
     u = torch.where(positive, -z, z)
     loss = (weights[:, None] * (u.clamp(min=0) + torch.log1p((-u.abs()).exp()))).sum()
@@ -133,25 +132,21 @@ def test_every_kind_of_features(
 def test_large(m: int, d: int, kind: str, dtype: torch.dtype) -> None:
     """Many blocks of the default workspace."""
     similarity.set_workspace(None)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
     x, y = (t.to(dtype) for t in MAKERS["learnt"](m, m, d))
     ids: Any = "paired" if kind == "paired" else (torch.randint(-1, m, (m,)),) * 2
     weight = torch.rand(m) if kind == "weighted ids" else None
-    try:
-        if dtype != torch.float32:
-            check(x, y, 10.0, -10.0, ids, weight, 1 / m)
-            return
-        x, y = x.cuda(), y.cuda()
-        ids = ids if isinstance(ids, str) else tuple(t.cuda() for t in ids)
-        weight = weight if weight is None else weight.cuda()
-        truth = exact(x, y, 10.0, -10.0, ids, weight)
+    if dtype != torch.float32:
+        check(x, y, 10.0, -10.0, ids, weight, 1 / m)
+        return
+    x, y = x.cuda(), y.cuda()
+    ids = ids if isinstance(ids, str) else tuple(t.cuda() for t in ids)
+    weight = weight if weight is None else weight.cuda()
+    truth = exact(x, y, 10.0, -10.0, ids, weight)
+    with changed("precision", "high"):
         loss, gradients = run(x, y, 10.0, -10.0, ids, weight)
-        assert abs(loss - truth.loss) <= TF32 * truth.loss
-        for mine, true in zip(gradients, truth.gradients, strict=True):
-            assert (mine - true).norm() <= TF32 * true.norm()
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert abs(loss - truth.loss) <= TF32 * truth.loss
+    for mine, true in zip(gradients, truth.gradients, strict=True):
+        assert (mine - true).norm() <= TF32 * true.norm()
 
 
 @pytest.mark.parametrize("dtype", HALVES)

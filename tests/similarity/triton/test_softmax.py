@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch import similarity
-from megabatch.similarity import states
 from tests.similarity import dense
 from tests.similarity.features import MAKERS
 from tests.similarity.test_precision import assert_row_errors
@@ -18,7 +15,7 @@ from tests.similarity.test_statistics import some_ids, weighted_sum
 from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS, SECOND
 
 pytest.importorskip("triton")
-from megabatch.similarity.triton import configs, softmax
+from megabatch.similarity.triton import configs
 from megabatch.similarity.triton.configs import Config
 
 pytestmark = MARKS
@@ -203,36 +200,3 @@ def test_the_same_inputs_give_the_same_bits() -> None:
         results.append([rows.negative, columns.negative, *(leaf.grad for leaf in mine)])
     for a, b in zip(*results, strict=True):
         assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("sums", [1, 2])
-@pytest.mark.parametrize(("count", "size"), [(1, 1), (2, 300), (5, 257), (3, 0)])
-def test_merged_states(sums: int, count: int, size: int) -> None:
-    numbers = 2 if sums == 1 else 6
-    generator = torch.Generator().manual_seed(count)
-    found = torch.randn(count, numbers, size + 3, generator=generator) * 40
-    found[:, 1 : 2 * sums : 2].abs_()
-    empty = torch.rand(count, size + 3, generator=generator) < 0.3
-    empty[:, : size // 4] = True  # no state has a pair
-    for k in range(sums):
-        found[:, 2 * k].masked_fill_(empty, -math.inf)
-        found[:, 2 * k + 1].masked_fill_(empty, 0)
-    given = found.to(DEVICE)[..., :size]  # not contiguous
-
-    def results(state: torch.Tensor) -> torch.Tensor:
-        out = state.new_empty(1 if sums == 1 else 4, size)
-        states.write_results(state, out)
-        return out
-
-    def in_base_e(state: torch.Tensor) -> torch.Tensor:
-        state = state.double()
-        state[..., 0 : 2 * sums : 2, :] *= math.log(2)
-        return state
-
-    theirs = results(states.merge(in_base_e(given)))
-    tiles = object.__new__(softmax.SoftmaxKernelTiles)  # of any matrix
-    tiles.numbers = states.NEGATIVES if sums == 1 else states.SPLIT
-    torch.testing.assert_close(results(in_base_e(tiles.merge(given))), theirs, rtol=1e-5, atol=1e-5)
-    out = torch.full((2 * numbers, size), math.nan, device=DEVICE)[: len(theirs)]
-    tiles.write_results(given, out)
-    torch.testing.assert_close(out.double(), theirs, rtol=1e-5, atol=1e-5)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+
+from pydantic.dataclasses import dataclass
 
 from megabatch.errors import UsageError
-from megabatch.hints import Positional
-from megabatch.options import parse
+from megabatch.options import CONFIG, parse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=CONFIG)
 class ReportConfig:
     """Write the report of a run, or a page that compares several runs.
 
@@ -20,7 +19,7 @@ class ReportConfig:
     may be missing: the report of a run that is still training has its curves.
     """
 
-    runs: Annotated[tuple[Path, ...], Positional("RUN")]
+    runs: tuple[Path, ...]
     """Folders of runs, or folders that megabatch eval --output wrote."""
     output: Path | None = None
     """HTML file to write. Default for one run: report.html in its folder."""
@@ -28,7 +27,7 @@ class ReportConfig:
 
 def main(argv: list[str]) -> int:
     """Write the page and print its path; returns the exit code."""
-    config = parse(ReportConfig, argv, prog="megabatch report")
+    config = parse(ReportConfig, argv, prog="megabatch report", positional="runs")
     output = config.output or config.runs[0] / "report.html"
     if config.output is None and len(config.runs) > 1:
         raise UsageError("--output: needed to compare several runs, such as comparison.html")

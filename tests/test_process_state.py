@@ -11,14 +11,14 @@ import torch.distributed as dist
 
 from megabatch import similarity
 from megabatch.similarity import settings
-from tests.leftovers import State
+from tests.process_state import differences, now, restore
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("default_dtype", lambda: torch.set_default_dtype(torch.float64)),
-        ("default_device", lambda: torch.set_default_device("meta")),
+        ("default dtype", lambda: torch.set_default_dtype(torch.float64)),
+        ("default device", lambda: torch.set_default_device("meta")),
         ("threads", lambda: torch.set_num_threads(torch.get_num_threads() + 1)),
         ("deterministic", lambda: torch.use_deterministic_algorithms(True)),
         ("precision", lambda: torch.set_float32_matmul_precision("medium")),
@@ -30,17 +30,17 @@ from tests.leftovers import State
     ],
 )
 def test_what_a_test_leaves_is_noticed_and_put_back(name: str, change: Callable[[], None]) -> None:
-    before = State.now()
+    before = now()
     change()
-    assert list(State.now().differences(before)) == [name]
-    before.restore()
-    assert State.now().differences(before) == {}
+    assert list(differences(before)) == [name]
+    restore(before)
+    assert differences(before) == {}
 
 
 def test_a_group_of_processes_is_noticed() -> None:
-    before = State.now()
+    before = now()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        assert State.now().differences(before) == {"group": (False, True)}
+        assert differences(before) == {"group": (False, True)}
     finally:
         dist.destroy_process_group()
