@@ -34,7 +34,6 @@ from webdataset.writer import TarWriter
 from megabatch.benchmarking import records
 from megabatch.data import PairLoader, open_pairs
 from megabatch.data.fetch import stacked
-from megabatch.data.images import decode_image
 from megabatch.data.pairs import EncodedImage
 from megabatch.data.shards import ShardPairs
 from megabatch.models.images import TorchResize, Transform, with_bytes
@@ -139,7 +138,7 @@ def stages(pairs: ShardPairs) -> list[Record]:
     """CPU time of each stage for one image, the least of three rounds over 128 of them."""
     numbers = range(min(128, len(pairs)))
     files = [pairs.read(i, "image") for i in numbers]
-    images = [decode_image(file, "") for file in files]
+    images = [EncodedImage(file, "").decode() for file in files]
     encoded = [EncodedImage(file, "") for file in files]
     arrays = [pixels for file in encoded if (pixels := file.pixels()) is not None]
     exact, fast = transforms()
@@ -148,7 +147,7 @@ def stages(pairs: ShardPairs) -> list[Record]:
     captions = [pairs.read(i, "txt").decode() for i in numbers]
     work: dict[tuple[str, str], tuple[Callable[[Any], object], Sequence[Any]]] = {
         ("both", "read"): (lambda i: pairs.read(i, "image"), numbers),
-        ("pillow", "decode"): (lambda file: decode_image(file, ""), files),
+        ("pillow", "decode"): (lambda file: EncodedImage(file, "").decode(), files),
         ("torch", "decode"): (EncodedImage.pixels, encoded),
         ("pillow", "crop and resize"): (exact, images),
         ("torch", "crop and resize"): (fast.pixels, arrays),

@@ -106,7 +106,7 @@ def configuration(
         precision=options.precision,
         device=options.device,
         seed=seed,
-        workers=int(options.device != "cpu"),
+        workers=0 if options.device == "cpu" else 8,
         **options.set,
     )
 

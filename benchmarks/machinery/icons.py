@@ -1,4 +1,4 @@
-"""Icons of the npm package @iconify/json as grey pixels with captions.
+"""Icons of the npm package @iconify/json as WebDataset shards of grey pixels with captions.
 
 The package has a JSON file for each set, in the IconifyJSON format: the inner part of each icon's
 SVG, defaults for its box, aliases, categories, the author and the licence.
@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import tarfile
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -20,8 +21,8 @@ from typing import Any
 
 import resvg_py
 from PIL import Image
+from webdataset.writer import ShardWriter
 
-from machinery.grey import GreyWriter
 from megabatch.data.pairs import caption_id
 from megabatch.files import new_folder
 
@@ -57,9 +58,9 @@ class Written:
 
 
 def write_icons(package: Path, output: Path, *, size: int = 64, workers: int = 0) -> Written:
-    """Write the folders `output/train` and `output/test` (see GreyWriter), and `output/sets.json`.
+    """Write the shards `output/train/*.tar` and `output/test/*.tar`, and `output/sets.json`.
 
-    Icons are sorted by set and name; an icon's id is its caption's. sets.json has the package's
+    Icons are sorted by set and name. sets.json has the package's
     version and, for each set, what it says of itself (author and licence among it), split and
     number of icons. The same package gives the same bytes. The folder appears at once when
     everything is written.
@@ -88,7 +89,7 @@ def write_icons(package: Path, output: Path, *, size: int = 64, workers: int = 0
 
         folder = stack.enter_context(new_folder(output))
         writers = {
-            split: stack.enter_context(contextlib.closing(GreyWriter(folder / split, size)))
+            split: stack.enter_context(contextlib.closing(shard_writer(folder / split)))
             for split in done.captions
         }
         pool = stack.enter_context(get_context("spawn").Pool(workers)) if workers else None
@@ -99,15 +100,27 @@ def write_icons(package: Path, output: Path, *, size: int = 64, workers: int = 0
                 continue
             split, text = of["split"], caption(icon, of.get("category", ""))
             key = f"{of['prefix']}_{icon.name}".replace(".", "-")
-            number = caption_id(text)
-            writers[split].write(pixels, key=key, number=number, caption=text)
-            done.captions[split].add(number)
+            writers[split].write(sample(key, pixels, size, text))
+            done.captions[split].add(caption_id(text))
             done.icons[split] += 1
             done.sets[split] += of["icons"] == 0
             of["icons"] += 1
         document = {"package": f"@iconify/json {done.version}", "sets": list(sets.values())}
         (folder / "sets.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
     return done
+
+
+def shard_writer(folder: Path) -> ShardWriter:
+    """A writer of a new folder's shards."""
+    folder.mkdir()
+    options = {"encoder": False, "mtime": 0, "verbose": 0}
+    return ShardWriter(f"{folder}/%05d.tar", 20_000, math.inf, **options)
+
+
+def sample(key: str, pixels: bytes, size: int, caption: str) -> dict[str, Any]:
+    """A shard's sample of size * size grey pixels, in the format PPM: it decodes fastest."""
+    image = f"P5 {size} {size} 255\n".encode() + pixels
+    return {"__key__": key, "ppm": image, "txt": caption.encode()}
 
 
 def _read(tar: tarfile.TarFile, name: str) -> Any:

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from machinery.icon_towers import jittered
-from megabatch.data.grey import PAIRS, GreyPairs
+from megabatch.data.images import decoded
 from megabatch.data.pairs import caption_id
+from megabatch.data.sources import open_pairs
 from megabatch.models import ModelOptions, Towers
 from megabatch.models.glyph import (
     IMAGE_SIZE,
@@ -133,16 +134,16 @@ class DroppingTower(TextFeatureTower):
 
 def _icons(folder: Path, device: torch.device) -> StudyData:
     def pairs(split: str) -> tuple[Pairs, np.ndarray]:
-        source = GreyPairs(folder / split)
-        everything = range(len(source))
-        images = torch.from_numpy(255 - source.arrays(everything))  # white on black, as glyphs
-        if images.shape[-1] != IMAGE_SIZE:
-            raise ValueError(f"{folder}: icons of {images.shape[-1]} pixels, expected {IMAGE_SIZE}")
-        texts = _tokens(source.texts(everything))
-        lines = (folder / split / PAIRS).read_text(encoding="utf-8").splitlines()
-        keys = [line.partition("\t")[0].encode() for line in lines]
-        ids = torch.from_numpy(source.ids(everything))
-        return Pairs(images, texts, ids).to(device), _draws(keys)
+        source = open_pairs(str(folder / split))
+        samples = [source[i] for i in range(len(source))]
+        pixels = np.stack([np.asarray(decoded(one.image)) for one in samples])
+        if pixels.shape[-1] != IMAGE_SIZE:
+            raise ValueError(f"{folder}: icons of {pixels.shape[-1]} pixels, expected {IMAGE_SIZE}")
+        images = torch.from_numpy(255 - pixels[:, None])  # white on black, as glyphs
+        captions = [one.caption for one in samples]
+        ids = torch.tensor([caption_id(caption) for caption in captions])
+        keys = [one.key.partition(":")[2].encode() for one in samples]  # without the shard's name
+        return Pairs(images, _tokens(captions), ids).to(device), _draws(keys)
 
     rest, draws = pairs("train")
     return _divided(rest, draws, pairs("test")[0])

@@ -6,21 +6,19 @@ from pathlib import Path
 
 import numpy as np
 
-from machinery.grey import GreyWriter
-from megabatch.data.pairs import caption_id
+from machinery.icons import sample, shard_writer
 
 
-def write_icons(folder: Path, train: int = 200, test: int = 20) -> Path:
-    """Icons of 32 random pixels, as `draw_icons.py --size 32` writes them."""
+def write_icons(folder: Path, train: int = 200, test: int = 20, size: int = 32) -> Path:
+    """Icons of random pixels, as `draw_icons.py` writes them."""
     folder.mkdir()
     generator = np.random.default_rng(0)
     for split, count in (("train", train), ("test", test)):
-        writer = GreyWriter(folder / split, 32)
+        writer = shard_writer(folder / split)
         for i in range(count):
             caption = f"{split} {i % (count // 2)}"  # each one twice
-            pixels = generator.integers(256, size=1024, dtype=np.uint8).tobytes()
-            number = caption_id(caption)
-            writer.write(pixels, key=f"{split}_{i}", number=number, caption=caption)
+            pixels = generator.integers(256, size=size**2, dtype=np.uint8).tobytes()
+            writer.write(sample(f"{split}_{i}", pixels, size, caption))
         writer.close()
     return folder
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import random
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import torch
 from PIL import Image
 
+from megabatch.data.images import decoded
 from megabatch.data.pairs import BadSample, Pair
 
 
@@ -78,3 +83,35 @@ def sample(key: str, value: int, caption: str) -> list[tuple[str, bytes]]:
         (f"{key}.png", png(value)),
         (f"{key}.txt", caption.encode()),
     ]
+
+
+def write_table(path: Path, columns: dict[str, list[Any]]) -> Path:
+    """A table in the format that the file's name ends in."""
+    table = [*zip(*columns.values(), strict=True)]
+    if path.suffix == ".parquet":
+        pa.parquet.write_table(pa.table(columns), path, row_group_size=2)
+    elif path.suffix == ".arrow":
+        schema = pa.table(columns).schema
+        with pa.ipc.new_stream(path, schema) as stream:
+            stream.write_table(pa.table(columns), max_chunksize=2)
+    elif path.suffix == ".jsonl":
+        rows = (json.dumps(dict(zip(columns, row, strict=True))) for row in table)
+        path.write_text("\n".join(rows))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerows([[*columns], *table])
+    return path
+
+
+def captions(pairs: Any) -> list[str]:
+    """The caption of each pair that can be used, with its image; or the reason why it is bad."""
+    found = []
+    for index in range(len(pairs)):
+        try:
+            pair = pairs[index]
+            decoded(pair.image)
+            found.append(pair.caption)
+        except BadSample as bad:
+            found.append(f"({bad.reason})")
+    return found

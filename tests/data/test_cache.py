@@ -93,15 +93,6 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_a_file_that_has_changed_is_copied_again(
-    store: Any, shards: list[Path], cache: Path
-) -> None:
-    assert captions(f"memory://shards/0.tar::{shards[1]}") == ["0", "1", "2", "3"]
-    store.pipe("/shards/0.tar", shards[1].read_bytes())
-    assert captions("memory://shards/0.tar") == ["2", "3"]
-    assert copies(cache) == ["0.tar", "0.tar"]
-
-
 def test_what_a_command_prints_is_kept(shards: list[Path], tmp_path: Path, cache: Path) -> None:
     spec = f"pipe:echo x >> {tmp_path}/calls; cat {tmp_path}/{{0,1}}.tar"
     for _ in range(2):
@@ -115,7 +106,7 @@ def test_a_command_that_fails_is_an_error_and_leaves_nothing(
     shards: list[Path], cache: Path, command: str
 ) -> None:
     spec = "pipe:" + command.format(shards[0])
-    with pytest.raises(UsageError, match=r"cannot read pipe:cat .*exit [13]"):
+    with pytest.raises(UsageError, match=r"cannot read pipe:cat .*exit status [13]"):
         open_pairs(spec)
     assert copies(cache) == []
 
@@ -198,18 +189,11 @@ def test_arrays_are_made_once_or_again_if_they_cannot_be_read(cache: Path) -> No
     assert cached_arrays("kind", "a", lambda: pytest.fail("made again"))["x"] == 7
 
 
-@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_an_interrupted_write_leaves_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException
+def test_a_cache_that_cannot_be_written_is_told(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("numpy.savez_compressed", mock.Mock(side_effect=failure))
-    if isinstance(failure, OSError):
-        with pytest.warns(UserWarning, match="not cached: .*No space left"):
-            assert arrays("a") == 7
-    else:
-        with pytest.raises(KeyboardInterrupt):
-            arrays("a")
-    assert cached(cache) == []
-    monkeypatch.setenv("MEGABATCH_CACHE", "/dev/null")
-    with pytest.warns(UserWarning, match="not cached"):
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    monkeypatch.setattr("numpy.savez_compressed", full)
+    with pytest.warns(UserWarning, match="not cached: .*No space left"):
         assert arrays("a") == 7
+    assert cached(cache) == []

@@ -39,14 +39,7 @@ def test_inspect_takes_columns_as_training_does(tmp_path: Path, capsys):
     names = ("asked", "said", "hard")
     lines = [json.dumps(dict(zip(names, (q, p, [*n]), strict=True))) for q, p, n in rows]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    columns = [
-        "--csv-query-key",
-        "asked",
-        "--csv-caption-key",
-        "said",
-        "--csv-negative-key",
-        "hard",
-    ]
+    columns = ["--csv-query-key=asked", "--csv-caption-key=said", "--csv-negative-key=hard"]
     assert main(["data", "inspect", str(tmp_path / "a.jsonl"), *columns]) == 0
     out = capsys.readouterr().out
     assert "a.jsonl:row 1: a: p | x | y\n" in out
@@ -55,7 +48,6 @@ def test_inspect_takes_columns_as_training_does(tmp_path: Path, capsys):
     arguments = [str(tmp_path / "b.csv"), "--csv-separator", ";"]
     assert main(["data", "inspect", *arguments]) == 0
     out = capsys.readouterr().out
-    assert "b.csv has negatives ('negative'), which are not used" in out
     assert "b.csv:row 1: a: b\n" in out
     assert "more than once" not in out
 

@@ -5,17 +5,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from webdataset.writer import ShardWriter
 
 from megabatch.data import glyphs as module
 from megabatch.data.glyphs import HELD_OUT_FACES, GlyphSet, load_glyphs, write_glyphs
 from megabatch.data.images import decoded
-from megabatch.data.loader import PairLoader
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
 
-from .samples import to_pixels
+from .samples import captions
 
 
 def image_of(glyphs: GlyphSet, face: str, character: str) -> np.ndarray:
@@ -24,20 +22,12 @@ def image_of(glyphs: GlyphSet, face: str, character: str) -> np.ndarray:
     return glyphs.images[at]
 
 
-def test_counts_of_the_fonts_in_matplotlib(glyphs: GlyphSet):
-    assert len(glyphs) == 45_715
+def test_the_fonts_in_matplotlib(glyphs: GlyphSet):
+    n = len(glyphs)
+    assert n == 45_715
     assert len(glyphs.names) == len(set(glyphs.names)) == 6_494
     assert len(glyphs.face_names) == 14
-
-
-def test_arrays_agree(glyphs: GlyphSet):
-    assert len(open_pairs("glyphs")) == 36_098
-    n = len(glyphs)
     assert glyphs.images.shape == (n, 32, 32)
-    assert glyphs.images.dtype == np.uint8
-    for column in (glyphs.name_ids, glyphs.faces, glyphs.characters):
-        assert column.shape == (n,)
-        assert column.dtype == np.int64
     for at in range(0, n, 997):
         expected = unicodedata.name(chr(glyphs.characters[at])).lower()
         assert glyphs.names[glyphs.name_ids[at]] == expected
@@ -68,6 +58,7 @@ def test_splits_are_disjoint(glyphs: GlyphSet):
     parts = {name: glyphs.split(name) for name in ("train", "faces", "characters")}
     assert [len(part) for part in parts.values()] == [36_098, 5_804, 3_097]  # as documented
     assert len(set(parts["train"].name_ids)) == 5_758
+    assert parts["faces"][0].key == "DejaVuSerif-Bold_u0021"
     keys = [part[i].key for part in parts.values() for i in range(len(part))]
     assert len(set(keys)) == len(keys)
     held = {glyphs.face_names.index(face) for face in HELD_OUT_FACES}
@@ -77,17 +68,6 @@ def test_splits_are_disjoint(glyphs: GlyphSet):
     assert set(parts["characters"].name_ids).isdisjoint(parts["train"].name_ids)
     assert set(parts["faces"].name_ids) <= set(parts["train"].name_ids)
     assert len(glyphs.split("all")) == len(glyphs)
-
-
-def test_pairs(glyphs: GlyphSet):
-    part = glyphs.split("faces")
-    images, captions = part.arrays([3, 100, 3]), part.texts([3, 100, 3])
-    assert images.shape == (3, 1, 32, 32)
-    for row, index in enumerate([3, 100, 3]):
-        pair = part[index]
-        np.testing.assert_array_equal(np.asarray(pair.image), images[row, 0])
-        assert pair.caption == captions[row]
-    assert part[0].key == "DejaVuSerif-Bold_u0021"
 
 
 def test_drawn_again_it_is_the_same(glyphs: GlyphSet):
@@ -138,32 +118,16 @@ def few(glyphs: GlyphSet) -> GlyphSet:
     return part.take(np.arange(0, len(part), 97))
 
 
-def lengths(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([[len(caption)] for caption in captions])
-
-
 def test_round_trip(few: GlyphSet, tmp_path: Path):
     shards = write_glyphs(few, tmp_path / "new" / "shards", samples_per_shard=150)
     assert [path.name for path in shards] == ["00000.tar", "00001.tar", "00002.tar"]
-    again = open_pairs(str(tmp_path / "new" / "shards"))
-    assert len(again) == len(few) == 373
+    again = write_glyphs(few, tmp_path / "again", samples_per_shard=150)
+    assert [path.read_bytes() for path in shards] == [path.read_bytes() for path in again]
+    pairs = open_pairs(str(tmp_path / "new" / "shards"))
+    assert captions(pairs) == few.texts(range(373))
     for i in range(len(few)):
-        assert again[i].caption == few[i].caption
-        assert again[i].key.partition(":")[2] == few[i].key
-        np.testing.assert_array_equal(np.asarray(decoded(again[i].image)), np.asarray(few[i].image))
-
-
-def test_training_from_the_shards_sees_the_same_batches(few: GlyphSet, tmp_path: Path):
-    shards = [write_glyphs(few, tmp_path / name, samples_per_shard=200) for name in "ab"]
-    for one, other in zip(*shards, strict=True):
-        assert one.read_bytes() == other.read_bytes()
-    options = {"batch_size": 64, "transform": to_pixels, "tokenizer": lengths, "seed": 5}
-    ours = PairLoader(few, **options)
-    theirs = PairLoader(open_pairs(str(tmp_path / "a")), **options, workers=2)
-    for a, b in zip(ours, theirs, strict=True):
-        assert torch.equal(a.images, b.images)
-        assert torch.equal(a.texts, b.texts)
-        assert torch.equal(a.indices, b.indices)
+        assert pairs[i].key.partition(":")[2] == few[i].key
+        np.testing.assert_array_equal(np.asarray(decoded(pairs[i].image)), np.asarray(few[i].image))
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(28, "No space left on device")])
@@ -180,15 +144,3 @@ def test_an_interrupted_run_leaves_nothing(few: GlyphSet, tmp_path: Path, monkey
     with pytest.raises(expected):
         write_glyphs(few, tmp_path / "shards", samples_per_shard=100)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_overwritten(few: GlyphSet, tmp_path: Path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "mine").write_text("precious")
-    (tmp_path / "file").write_text("precious")
-    for name in ("full", "file"):
-        with pytest.raises(UsageError, match=f"{name} exists and is not an empty folder"):
-            write_glyphs(few, tmp_path / name, samples_per_shard=100)
-    assert (tmp_path / "full" / "mine").read_text() == "precious"
-    (tmp_path / "empty").mkdir()
-    assert write_glyphs(few, tmp_path / "empty", samples_per_shard=1000)

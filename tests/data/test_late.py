@@ -3,9 +3,9 @@ from __future__ import annotations
 import io
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from megabatch.data.glyphs import GlyphSet
-from megabatch.data.late import Decoder, DecodingStopped, LateImages, mean_bytes
+from megabatch.data.late import DecodingStopped, LateImages, mean_bytes
 from megabatch.data.loader import Batch, PairLoader
 from megabatch.data.shards import ShardPairs
 
@@ -66,11 +66,14 @@ def test_both_passes_give_what_early_decoding_gives(tmp_path: Path, workers: int
     early, late = loader(dataset), loader(dataset, workers=workers, late=3)
     before = torch.get_rng_state()
     for _ in range(2):  # epochs, each with an augmentation of its own
-        for one, two in zip(early, late, strict=True):
+        for number, (one, two) in enumerate(zip(early, late, strict=True)):
             assert isinstance(two.images, LateImages)
             assert torch.equal(one.indices, two.indices)
             assert torch.equal(one.texts, two.texts)
             assert torch.equal(one.ids, two.ids)
+            if number == 1:  # left in the middle, which leaves nothing for the next batch
+                assert torch.equal(two.images[0:3], one.images[0:3])
+                continue
             assert torch.equal(parts(two, 3), one.images)
             assert torch.equal(parts(two, 3), one.images)
             assert not two.images.bad
@@ -80,24 +83,6 @@ def test_both_passes_give_what_early_decoding_gives(tmp_path: Path, workers: int
     assert late.state_dict() == early.state_dict()
 
 
-@pytest.mark.parametrize(("size", "started"), [(8, 1), (4, 2)])
-def test_a_batch_asked_for_whole_is_not_decoded_for_a_second_pass(
-    tmp_path: Path, size: int, started: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    starts: list[int] = []
-    begin = Decoder.start
-
-    def start(self: Decoder, images: Any, first: int) -> Any:
-        starts.append(first)
-        return begin(self, images, first)
-
-    monkeypatch.setattr(Decoder, "start", start)
-    batch = next(iter(loader(shard(tmp_path), late=4)))
-    once = parts(batch, size)
-    assert starts == [0] * started
-    assert torch.equal(parts(batch, 8), once)  # it can be had all the same
-
-
 def test_rows_out_of_turn(tmp_path: Path) -> None:
     dataset = shard(tmp_path)
     expected = next(iter(loader(dataset))).images
@@ -105,15 +90,10 @@ def test_rows_out_of_turn(tmp_path: Path) -> None:
     assert len(images) == 8
     for rows in (slice(6, 8), slice(2, 5), slice(5, 8), slice(0, 1), slice(0, 1), slice(0, 8)):
         assert torch.equal(images[rows], expected[rows])
+    with ThreadPoolExecutor(1) as another:
+        assert torch.equal(another.submit(images.__getitem__, slice(0, 8)).result(), expected)
     assert images[0:0].shape == (0, 1, 2, 2)
     assert images[0:0].dtype == expected.dtype
-
-
-def test_a_batch_that_was_left_in_the_middle_leaves_nothing_for_the_next(tmp_path: Path) -> None:
-    dataset = shard(tmp_path)
-    late = loader(dataset, late=2)
-    for one, two in zip(loader(dataset), late, strict=True):
-        assert torch.equal(two.images[0:2], one.images[0:2])
 
 
 def test_a_damaged_image_is_found_late_and_counted(tmp_path: Path) -> None:
@@ -182,18 +162,6 @@ def test_a_worker_that_is_killed_is_told(tmp_path: Path) -> None:
         process.join()
     with pytest.raises(DecodingStopped, match="decoding: "):
         [images[rows] for rows in [slice(0, 8)] * 9]
-
-
-def test_another_thread_may_ask(tmp_path: Path) -> None:
-    dataset = shard(tmp_path)
-    expected = next(iter(loader(dataset))).images
-    images = next(iter(loader(dataset, late=3))).images
-    found: list[torch.Tensor] = []
-    for _ in range(2):
-        thread = threading.Thread(target=lambda: found.append(images[0:8]))
-        thread.start()
-        thread.join()
-    assert all(torch.equal(rows, expected) for rows in found)
 
 
 def test_mean_bytes(tmp_path: Path) -> None:

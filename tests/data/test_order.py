@@ -54,18 +54,3 @@ def test_parts_are_mixed_and_a_sample_comes_again_in_the_next_pass_only():
         assert sorted(own) == list(range(3000, 4000))
     assert passes[0].tolist() != passes[1].tolist()
     assert ((samples(order, 1) >= 3000) != (found >= 3000)).any()
-
-
-def test_requests_are_a_ranks_rows_of_the_batches_that_are_left():
-    order = Order([Part(20, 20)], seed=7, epoch=1, position=6)
-    draws = order.draws().tolist()
-    requests = list(order.requests(6, range(2, 5), piece=2))
-    assert [request.epoch for request in requests] == [1] * 4
-    rows = [[8, 9], [10], [14, 15], [16]]
-    assert [r.draws.tolist() for r in requests] == [[draws[i] for i in row] for row in rows]
-
-
-def test_what_the_order_depends_on():
-    assert Order([Part(3, 3)], 7).parameters() == {"pairs": 3, "seed": 7}
-    mixed = Order([Part(3, 3), Part(2, 4)], 7).parameters()
-    assert mixed == {"pairs": 7, "seed": 7, "parts": [[3, 3], [2, 4]]}

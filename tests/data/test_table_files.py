@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from megabatch.data.pairs import BadSample
 from megabatch.data.table_files import column_names, read_columns
 from megabatch.errors import UsageError
 
-from .samples import png
+from .samples import captions, png
 
 
 @pytest.fixture
@@ -24,17 +23,6 @@ def folder(tmp_path: Path) -> Path:
     for i in range(3):
         (tmp_path / f"{i}.png").write_bytes(png(i))
     return tmp_path
-
-
-def captions(data: Any) -> list[str]:
-    """The caption of each sample, or the reason why it is bad."""
-    found = []
-    for i in range(len(data)):
-        try:
-            found.append(data[i].caption)
-        except BadSample as bad:
-            found.append(f"({bad.reason})")
-    return found
 
 
 ODD = {
@@ -66,36 +54,30 @@ def test_odd_text_tables_that_are_read(folder: Path, kind: str):
 BAD = {
     "fields": (
         b"filepath,title\n0.png,a\n1.png,b,c\n2.png,d\n3.png\n",
-        ["a", "({0})", "d", "({1})"],
-        ["3 fields instead of 2", "1 field instead of 2"],
+        ["a", "(3 fields instead of 2)", "d", "(1 field instead of 2)"],
     ),
     "an open quote": (
         b'filepath,title\n0.png,a\nx\n1.png,"b\n2.png,c\n2.png,d\n',
-        ["a", "({0})", "({1})"],
-        ["1 field instead of 2", "an open quote, 2 lines are lost"],
+        ["a", "(1 field instead of 2)", "(an open quote, 2 lines are lost)"],
     ),
     "an open quote before": (
         b'title,filepath\na,0.png\n"b,1.png\nc,2.png\n',
-        ["a", "({0})"],
-        ["1 field instead of 2"],
+        ["a", "(1 field instead of 2)"],
     ),
 }
 
 
 @pytest.mark.parametrize("kind", BAD)
 def test_bad_rows_keep_their_place_and_are_counted(folder: Path, kind: str):
-    data, expected, reasons = BAD[kind]
+    data, expected = BAD[kind]
     path = folder / "a.csv"
     path.write_bytes(data)
     found = open_pairs(str(path))
-    assert captions(found) == [text.format(*reasons) for text in expected]
-    rows = [expected.index(f"({{{i}}})") + 1 for i in range(len(reasons))]
-    assert found.damage == [
-        f"{path}: 1 x {reason} (first: row {row})"
-        for reason, row in zip(reasons, rows, strict=True)
-    ]
-    with pytest.raises(BadSample, match=rf"a\.csv:row {rows[0]}$"):
-        found[rows[0] - 1]
+    assert captions(found) == expected
+    bad = [(row, text[1:-1]) for row, text in enumerate(expected, 1) if text[0] == "("]
+    assert found.damage == [f"{path}: 1 x {reason} (first: row {row})" for row, reason in bad]
+    with pytest.raises(BadSample, match=rf"a\.csv:row {bad[0][0]}$"):
+        found[bad[0][0] - 1]
 
 
 REFUSED = {
@@ -110,9 +92,8 @@ REFUSED = {
     "a long row": (b"filepath,title\n0.png," + b"a" * 40_000_000 + b"\n1.png,b\n", "straddl"),
     "another machine": (
         b"filepath,title\n/elsewhere/0.png,a\n",
-        r"none of 1 sample tried .* missing image file: a\.csv:row 1, tried /elsewhere/0\.png$",
+        r"none of 1 sample tried .* unreadable image file: a\.csv:row 1, tried /elsewhere/0\.png$",
     ),
-    "URLs": (b"filepath,title\nhttps://a/0.png,a\n", "a URL, and nothing is downloaded"),
     "bad rows": (b"filepath,title\nx\ny\n", "none of 2 samples tried .* 1 field instead of 2"),
 }  # fmt: skip
 
@@ -134,15 +115,11 @@ def test_a_file_whose_name_is_not_utf_8(folder: Path, ending: str):
         open_pairs(str(folder))
 
 
-ROWS = [
-    {"image": f"{i}.png", "text": text} for i, text in enumerate(["a", "b\nc", "caf\u00e9 \u6f22"])
-]
+ROWS = [b'{"image": "0.png", "text": "a"}', '{"image": "1.png", "text": "b\\nc \u6f22"}'.encode()]
 
 
-def write(path: Path, rows: list[Any]) -> Path:
-    data = b"".join(
-        (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n" for row in rows
-    )
+def write(path: Path, lines: list[bytes]) -> Path:
+    data = b"\n".join(lines)
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
     return path
 
@@ -153,28 +130,22 @@ def texts(path: Path, **options: Any) -> tuple[list[Any], dict[int, str]]:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_columns_of_json_lines(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_json_lines(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("megabatch.data.table_files._PIECE", 2)
-    path = write(tmp_path / name, [ROWS[0], b"", *ROWS[1:], {"a": 0, "text": 1}])
+    odd = [b'{"a": 0, "text": 1}', b'{"text": null}', b'{"text": 0.5}', b"  ", b'{"text": ""}']
+    path = write(tmp_path / name, [b"\xef\xbb\xbf" + ROWS[0] + b"\r", b"", ROWS[1], *odd])
     assert column_names(path, ",") == ["image", "text", "a"]
     table, bad = read_columns(path, ["text", "image"])
-    assert table["text"].to_pylist() == [*(row["text"] for row in ROWS), "1"]
-    assert table["image"].to_pylist() == ["0.png", "1.png", "2.png", None]
+    assert table["text"].to_pylist() == ["a", "b\nc \u6f22", "1", None, "0.5", ""]
+    assert table["image"].to_pylist() == ["0.png", "1.png", *[None] * 4]
     assert bad == {}
 
 
 def test_lists_of_texts_where_they_are_asked_for(tmp_path: Path):
-    rows = [{"text": ["a", 7]}, b"", {"text": "b"}, b"no", {"text": [["c"]]}, {"text": None}]
-    found, bad = texts(write(tmp_path / "a.jsonl", rows), lists=["text"])
-    assert found == [["a", "7"], ["b"], None, None, None]
-    assert bad == {2: "no JSON object", 3: "'text' holds list, not a text"}
-
-
-def test_nulls_numbers_and_windows_lines(tmp_path: Path):
-    rows = [{"image": "x"}, {"text": None}, {"text": 7}, {"text": 0.5}, b"  ", {"text": ""}]
-    assert texts(write(tmp_path / "a.jsonl", rows)) == ([None, None, "7", "0.5", ""], {})
-    (tmp_path / "b.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b"}')
-    assert texts(tmp_path / "b.jsonl") == (["a", "b"], {})
+    lines = [b'{"text": ["a", 7]}', b'{"text": "b"}', b'{"text": [["c"]]}', b'{"text": null}']
+    found, bad = texts(write(tmp_path / "a.jsonl", lines), lists=["text"])
+    assert found == [["a", "7"], ["b"], None, None]
+    assert bad == {2: "'text' holds list, not a text"}
 
 
 @pytest.mark.parametrize(
@@ -183,32 +154,29 @@ def test_nulls_numbers_and_windows_lines(tmp_path: Path):
         (b'{"text": ', "no JSON object"),
         (b'{"text": "\xff"}', "no JSON object"),
         (b"[" * 100_000, "no JSON object"),
-        (b'["a"]', "no JSON object"),
         (b"null", "no JSON object"),
         (b'{"text": ["a"]}', "'text' holds list, not a text"),
-        (b'{"text": {}}', "'text' holds dict, not a text"),
         (b'{"text": true}', "'text' holds bool, not a text"),
         (b'{"text": "\\ud800"}', "'text' is not Unicode text"),
     ],
 )
 def test_a_bad_line_costs_no_other(folder: Path, line: bytes, why: str):
     path = write(folder / "a.jsonl", [ROWS[0], line, line, ROWS[1]])
-    assert texts(path) == (["a", None, None, "b\nc"], {1: why, 2: why})
     pairs = open_pairs(str(path))
-    assert captions(pairs) == ["a", f"({why})", f"({why})", "b\nc"]
+    assert captions(pairs) == ["a", f"({why})", f"({why})", "b\nc \u6f22"]
     assert pairs.damage == [f"{path}: 2 x {why} (first: row 2)"]
 
 
 def test_a_compressed_file_that_breaks_off_is_used_up_to_there(tmp_path: Path):
-    rows = [{"text": f"{i} {i**9}"} for i in range(50_000)]
-    path = write(tmp_path / "a.jsonl.gz", rows)
+    lines = [b'{"text": "%d %d"}' % (i, i**9) for i in range(50_000)]
+    path = write(tmp_path / "a.jsonl.gz", lines)
     path.write_bytes(path.read_bytes()[:-100_000])
     found, bad = texts(path)
-    assert 1_000 < len(found) < 50_000
-    assert found == [*(row["text"] for row in rows[: len(found) - 1]), None]
-    [(row, reason)] = bad.items()
-    assert row == len(found) - 1
-    assert reason.startswith("the file breaks off: ")
+    last = len(found) - 1
+    assert 1_000 < last < 50_000
+    assert found == [*(f"{i} {i**9}" for i in range(last)), None]
+    assert list(bad) == [last]
+    assert bad[last].startswith("the file breaks off: ")
 
 
 @pytest.mark.parametrize(
@@ -228,15 +196,11 @@ def test_files_of_another_kind(tmp_path: Path, name: str, data: bytes, why: str)
     (tmp_path / name).write_bytes(data)
     with pytest.raises(UsageError, match=rf"cannot read .*{name}: .*{why}"):
         open_pairs(str(tmp_path / name))
-    (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(UsageError, match=r"cannot read .*folder\.jsonl"):
-        column_names(tmp_path / "folder.jsonl", ",")
 
 
-def test_arrow_files_of_both_formats(tmp_path: Path):
+def test_the_file_format_of_arrow(tmp_path: Path):  # other tests have the stream format
     table = pa.table({"text": ["a", "b"]})
-    for new in (pa.ipc.new_file, pa.ipc.new_stream):
-        with new(tmp_path / "a.arrow", table.schema) as writer:
-            writer.write_table(table)
-        assert column_names(tmp_path / "a.arrow", ",") == ["text"]
-        assert texts(tmp_path / "a.arrow") == (["a", "b"], {})
+    with pa.ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    assert column_names(tmp_path / "a.arrow", ",") == ["text"]
+    assert texts(tmp_path / "a.arrow") == (["a", "b"], {})

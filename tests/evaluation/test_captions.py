@@ -117,7 +117,7 @@ def test_bad_rows_are_counted(tmp_path: Path) -> None:
     path.write_bytes(b"image,caption\n0.png,one\n1.png,\xff\xfe\n1.png,  \n,none\n9.png,x\n")
     data = open_captioned(str(path))
     assert data[0].target == ["one"]
-    reasons = ["text is not UTF-8", "empty caption", "no image", "missing image file"]
+    reasons = ["text is not UTF-8", "empty caption", "no image", "missing or unreadable image file"]
     assert found(data)[1] == reasons
 
 

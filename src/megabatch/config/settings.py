@@ -165,7 +165,7 @@ class TrainConfig:
     """Random seed of initial weights, data order, augmentation and dropout."""
     workers: Annotated[NonNegativeInt, MAY_CHANGE] = 0
     """Processes that read and transform data, with no effect on results; 0: the trainer's own.
-    Images that only need copying (grey icons, glyphs) use one thread."""
+    Images that only need copying (glyphs) use one thread."""
     decode: Annotated[Literal["early", "late"], MAY_CHANGE] = "early"
     """late: a batch waits on the host as image files, not as decoded images; workers (a second set
     of as many) decode two micro-batches ahead, in each of a step's two passes."""

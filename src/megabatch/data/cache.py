@@ -10,7 +10,7 @@ import fcntl
 import functools
 import hashlib
 import re
-import shutil
+import subprocess
 import sys
 import uuid
 import warnings
@@ -23,7 +23,6 @@ from typing import Any
 
 import fsspec
 import numpy as np
-from webdataset.gopen import gopen_pipe
 from webdataset.shardlists import expand_urls
 
 from megabatch.config.file import COMMAND, is_url
@@ -33,7 +32,6 @@ from megabatch.files import default_cache_dir, replacing
 #: What stores tell of a file that changes with its content, each under a name of its own.
 _STATE = {"contentmd5", "created", "digest", "etag", "lastmodified", "md5hash", "mtime", "size"}
 _AT_A_TIME = 8  # files
-_BLOCK = 1 << 22  # bytes
 
 
 def _place(kind: str, identity: object, name: str) -> Path:
@@ -111,24 +109,28 @@ def _glob(url: str) -> list[str]:
 
 
 def _command_output(command: str) -> Path:
-    return _copied(command, "pipe.tar", command, lambda: gopen_pipe(command, "rb"))
+    def run(copy: Path) -> None:
+        with copy.open("wb") as output:
+            subprocess.run(command.removeprefix(COMMAND), shell=True, stdout=output, check=True)
+
+    return _copied(command, "pipe.tar", command, run)
 
 
 def _file(url: str) -> Path:
     system, path = fsspec.core.url_to_fs(url)
     about = system.info(path)
     state = {k: str(v) for k, v in about.items() if re.sub("[-_]", "", k.lower()) in _STATE}
-    identity = url, sorted(state.items())
-    return _copied(identity, Path(path).name, url, lambda: system.open(path, "rb"), about["size"])
+
+    def get(copy: Path) -> None:
+        system.get_file(path, str(copy))
+        if about["size"] not in (None, size := copy.stat().st_size):
+            raise OSError(f"{size:,} of {about['size']:,} bytes came")
+
+    return _copied((url, sorted(state.items())), Path(path).name, url, get)
 
 
-def _copied(
-    identity: object, name: str, source: str, opened: Callable[[], Any], size: int | None = None
-) -> Path:
-    """Copy what `opened` gives if it is not there; the machine's other processes wait for it.
-
-    size: the bytes that it should have, if known.
-    """
+def _copied(identity: object, name: str, source: str, write: Callable[[Path], None]) -> Path:
+    """The copy of a source, written if it is not there; the machine's other processes wait."""
     place = _place("remote", identity, name)
     place.parent.mkdir(parents=True, exist_ok=True)
     with (place.parent / "lock").open("a") as lock:
@@ -138,8 +140,5 @@ def _copied(
             return place
         print(f"copying {source} to {place}", file=sys.stderr)
         with _written(place) as partial:
-            with contextlib.closing(opened()) as original, partial.open("wb") as copy:
-                shutil.copyfileobj(original, copy, _BLOCK)  # closing raises a command's error
-            if size not in (None, partial.stat().st_size):
-                raise OSError(f"{partial.stat().st_size:,} of {size:,} bytes came")
+            write(partial)
     return place

@@ -97,9 +97,8 @@ def inspect(argv: list[str]) -> int:
             examples.append(f"{pair.key}: {shown}: {texts}")
     unusable = sum(map(len, bad.values()))
     print(f"{plural(size, 'sample')}, {len(chosen):,} of them read, {unusable:,} unusable")
-    for kind, lines in (("note", "notes"), ("damaged", "damage")):
-        for line in getattr(dataset, lines, []):
-            print(f"{kind}: {line}")
+    for line in getattr(dataset, "damage", []):
+        print(f"damaged: {line}")
     for reason, keys in sorted(bad.items(), key=lambda item: -len(item[1])):
         print(f"skipped {len(keys):,} x {reason} (first: {keys[0]})")
     repeated = sum(n for n in captions.values() if n > 1)

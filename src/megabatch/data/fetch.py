@@ -78,8 +78,7 @@ class Fetcher:
         images = torch.from_numpy(source.arrays(indices))
         images = self.transform.batch(images, torch.from_numpy(seeds))
         captions = source.texts(indices)
-        own_ids = getattr(source, "ids", None)
-        ids = own_ids(indices) if own_ids else np.array([*map(caption_id, captions)], np.int64)
+        ids = np.array([*map(caption_id, captions)], np.int64)
         return Chunk(images, self.tokenizer(captions).numpy(), indices, ids)
 
     def _one_by_one(self, indices: np.ndarray, seeds: np.ndarray) -> Chunk:

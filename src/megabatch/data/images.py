@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,19 +38,9 @@ def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.T
     A transform's method `pixels`, if it has one, gets colour JPEG files as arrays (see
     `EncodedImage.pixels`), which costs less than Pillow's image.
     """
-    from_array = getattr(transform, "pixels", None)
-    if from_array is None or not isinstance(image, EncodedImage):
-        return transform(decoded(image))
-    pixels = image.pixels()
-    return transform(image.decode()) if pixels is None else from_array(pixels)
-
-
-def decode_image(data: bytes, key: str) -> Image.Image:
-    """Decode an image file; raises BadSample if that fails."""
-    return EncodedImage(data, key).decode()
-
-
-_URLS = ("http://", "https://", "s3://", "gs://", "ftp://")
+    from_array: Any = getattr(transform, "pixels", None)
+    pixels = image.pixels() if from_array and isinstance(image, EncodedImage) else None
+    return transform(decoded(image)) if pixels is None else from_array(pixels)
 
 
 @dataclass(frozen=True)
@@ -79,16 +70,9 @@ class ImageFiles:
     def _read_file(self, name: Any, key: str) -> bytes:
         if not isinstance(name, str) or not name:
             raise BadSample("no image", key)
-        if name.lower().startswith(_URLS):
-            told = "a URL, and nothing is downloaded (img2dataset makes shards of URLs)"
-            raise BadSample("missing image file", f"{key}, {told}")
-        reason = "missing image file"
         paths = list(dict.fromkeys(folder / name for folder in self.folders))
         for path in paths:
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 return path.read_bytes()
-            except (FileNotFoundError, NotADirectoryError, ValueError):
-                continue
-            except OSError:
-                reason = "unreadable image file"
-        raise BadSample(reason, f"{key}, tried {' and '.join(map(str, paths))}")
+        tried = " and ".join(map(str, paths))
+        raise BadSample("missing or unreadable image file", f"{key}, tried {tried}")

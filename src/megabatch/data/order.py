@@ -138,7 +138,7 @@ class MixedPairs(ConcatDataset[Pair]):
         factors: above 0, one per source; default: all 1.
 
     Attributes:
-        first, parts, damage, notes: see `PairDataset`.
+        first, parts, damage: see `PairDataset`.
         shares: a line for each source, its size and its draws; empty if all factors are 1.
 
     Raises:
@@ -158,7 +158,6 @@ class MixedPairs(ConcatDataset[Pair]):
             if kind != self.first:
                 raise UsageError(f"{names[0]} has {self.first}s with texts, but {name} {kind}s")
         self.damage = [line for source in sources for line in getattr(source, "damage", [])]
-        self.notes = [line for source in sources for line in getattr(source, "notes", [])]
         self.shares: list[str] = []
         self.parts = [Part(len(self), len(self))]
         if factors is None or all(factor == 1 for factor in factors):

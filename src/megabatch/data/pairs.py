@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import warnings
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,10 +12,6 @@ import simplejpeg
 from PIL import Image
 
 from megabatch.errors import UsageError, plural
-
-# Above a limit (89 million pixels) Pillow warns, in each worker anew, and decodes; above twice the
-# limit it refuses, and the sample is a bad one. Last, so that the user's own filters come before.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning, append=True)
 
 
 class BadSample(Exception):
@@ -103,14 +98,13 @@ class PairDataset(Protocol):
     resumed without reading everything again, and repeats samples if shards are uneven.
 
     A source may also have `damage: list[str]`, a line for each part of its files that cannot be
-    read; `notes: list[str]`, other remarks that a user should see before it is used; `first`,
-    "text" if its pairs are of two texts (the default is "image"); and `parts`, if an epoch is not
-    each of its samples once (see `megabatch.data.order.Part`).
+    read; `first`, "text" if its pairs are of two texts (the default is "image"); and `parts`, if an
+    epoch is not each of its samples once (see `megabatch.data.order.Part`).
 
     A source of small images of one size, none of them bad, may give many at once, which is many
-    times faster: `arrays(indices)`, uint8 (b, channels, height, width), `texts(indices)`, their
-    captions, and possibly `ids(indices)`, int64 (b,). The transform then needs `batch(images,
-    seeds)`, whose randomness must come from `seeds`, int64 (b,), one for each image.
+    times faster: `arrays(indices)`, uint8 (b, channels, height, width), and `texts(indices)`, their
+    captions. The transform then needs `batch(images, seeds)`, whose randomness must come from
+    `seeds`, int64 (b,), one for each image.
     """
 
     def __len__(self) -> int:

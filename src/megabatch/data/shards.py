@@ -25,7 +25,6 @@ KINDS = ("image", "txt", "json", "cls")
 _KINDS = dict.fromkeys(IMAGE_EXTENSIONS, 0) | {name: KINDS.index(name) for name in KINDS[1:]}
 ABSENT = (0, 0)  # no member starts at byte 0: its header does
 
-_COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zX", b"\x28\xb5\x2f\xfd")  # gzip, bzip2, xz, zstd
 _OPEN_FILES = 64  # per process
 _VERSION = 5  # increase it when the same file would give another index
 
@@ -41,7 +40,7 @@ def tar_index(path: str) -> dict[str, np.ndarray]:
         ABSENT if there is none; damage: where the file breaks off, empty if it is complete.
 
     Raises:
-        UsageError: the file cannot be read, or is compressed.
+        UsageError: the file cannot be read.
     """
     try:
         stat = os.stat(path)
@@ -57,11 +56,6 @@ def _read_index(path: str, size: int) -> dict[str, Any]:
     spans: list[list[tuple[int, int]]] = []
     damage, offset = "", 0
     with open(path, "rb") as file:
-        if file.read(4).startswith(_COMPRESSED):
-            raise UsageError(
-                f"{path} is compressed and cannot be read at random; unpack it to .tar"
-            )
-        file.seek(0)
         try:
             tar = tarfile.TarFile(fileobj=file)
             while (member := tar.next()) is not None:
@@ -103,7 +97,7 @@ class TarSamples:
     A member is one read at a known offset. `damage`: a line for each file that breaks off.
 
     Raises:
-        UsageError: a file cannot be read or is compressed; no file has a sample.
+        UsageError: a file cannot be read; no file has a sample.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
@@ -170,17 +164,14 @@ class ShardPairs(TarSamples):
     def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
         image = EncodedImage(self.read(index, "image"), key)
-        if self.has(index, "txt"):
-            try:
-                caption: Any = self.read(index, "txt").decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise BadSample("caption is not UTF-8", key) from error
-        elif self.has(index, "json"):
-            try:
-                document = json.loads(self.read(index, "json"))
-            except (ValueError, RecursionError) as error:
-                raise BadSample("unreadable json", key) from error
-            caption = document.get("caption") if isinstance(document, dict) else None
-        else:
+        kind = "txt" if self.has(index, "txt") else "json"
+        if not self.has(index, kind):
             raise BadSample("no caption", key)
+        data = self.read(index, kind)
+        try:
+            caption: Any = data.decode("utf-8-sig") if kind == "txt" else json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise BadSample(f"unreadable {kind}", key) from error
+        if kind == "json":
+            caption = caption.get("caption") if isinstance(caption, dict) else None
         return Pair(image, clean_caption(caption, key), key)

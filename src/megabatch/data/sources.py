@@ -1,4 +1,4 @@
-"""Opening the sources of pairs that a user names: the glyphs, shards, tables, grey images."""
+"""Opening the sources of pairs that a user names: the glyphs, shards, tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from webdataset.shardlists import expand_urls
 from megabatch.config.file import COMMAND, is_url
 from megabatch.data.cache import local_copies
 from megabatch.data.glyphs import load_glyphs
-from megabatch.data.grey import GreyPairs, is_grey_folder
 from megabatch.data.order import FACTORS, MixedPairs
 from megabatch.data.pairs import PairDataset, check_usable
 from megabatch.data.shards import ShardPairs
@@ -41,9 +40,9 @@ def open_pairs(
     Args:
         spec: one or several sources joined by `::`. A source is "glyphs"; or a path of .tar shards
             or of .csv, .tsv, .parquet, .jsonl, .jsonl.gz or .arrow tables: one file, a pattern with
-            braces (`{00000..00099}.tar`) or `*`, or a folder of such files; or a folder of grey
-            images, see `GreyPairs`. Also a URL that fsspec opens (s3://, gs://, https://) with
-            braces or `*`, or `pipe:` and a command that prints a shard, see `local_copies`.
+            braces (`{00000..00099}.tar`) or `*`, or a folder of such files. Also a URL that fsspec
+            opens (s3://, gs://, https://) with braces or `*`, or `pipe:` and a command that prints
+            a shard, see `local_copies`.
         image_column: column of image paths or bytes; default: the first of filepath, image,
             image_path, file_name.
         query_column: column of first texts, instead of images; default, in tables without an image
@@ -109,15 +108,12 @@ def parse_factors(text: str, sources: int) -> list[float]:
 
 
 def _open_one(spec: str, wanted: Wanted) -> PairDataset:
-    is_array = spec == "glyphs" or is_grey_folder(spec)
-    paths = [] if is_array else find_files(spec)
+    paths = [] if spec == "glyphs" else find_files(spec)
     if paths and paths[0].name.endswith(ALL_TABLES):
         return open_tables(paths, wanted)
     if wanted.negatives:
         raise UsageError(f"--hard-negatives: {spec} has none; expected tables with columns of them")
-    if paths:
-        return ShardPairs(paths)
-    return load_glyphs().split("train") if spec == "glyphs" else GreyPairs(spec)
+    return ShardPairs(paths) if paths else load_glyphs().split("train")
 
 
 def find_files(spec: str) -> list[Path]:
@@ -132,8 +128,7 @@ def find_files(spec: str) -> list[Path]:
         paths = local_copies(spec)
     else:
         paths = [path for pattern in expand_urls(spec) for path in _matches(pattern, spec)]
-    # Compressed shards too: their reader has a message for them.
-    is_shard = [".tar" in path.suffixes[-2:] or path.suffix == ".tgz" for path in paths]
+    is_shard = [path.suffix == ".tar" for path in paths]
     is_table = [path.name.endswith(ALL_TABLES) for path in paths]
     if not (all(is_shard) or all(is_table)):
         raise UsageError(

@@ -22,12 +22,7 @@ CAPTION_COLUMNS = ("title", "caption", "text")
 QUERY_COLUMNS = ("query", "anchor", "question", "sentence1")
 POSITIVE_COLUMNS = ("positive", "answer", "sentence2", *CAPTION_COLUMNS)
 _NEGATIVE_COLUMN = re.compile(r"negatives?|negative_\d+")
-_OPTIONS = {
-    "image": "--csv-img-key names it, or --csv-query-key one of texts",
-    "query": "--csv-query-key names it",
-    "caption": "--csv-caption-key names it",
-    "negative": "--csv-negative-key names it",
-}
+_OPTIONS = "--csv-img-key, --csv-query-key, --csv-caption-key, --csv-negative-key name others"
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,7 @@ class TablePairs:
     Arrow files are memory-mapped instead, anew where pairs are unpickled.
 
     Attributes:
-        first, notes: see `PairDataset`.
+        first: see `PairDataset`.
         damage: a line for each kind of rows that cannot be read; these raise BadSample, as rows
             without an image or a text do.
 
@@ -67,17 +62,11 @@ class TablePairs:
     def __init__(self, path: Path, wanted: Wanted) -> None:
         self.path = path
         self.files = ImageFiles.beside(path)
-        self.notes: list[str] = []
+        self._wanted = wanted
         separator = _separator(path, wanted)
-        self.first, self._first, self._caption, negatives = _choose(
+        self.first, self._first, self._caption, self._negatives = _choose(
             path, column_names(path, separator), wanted
         )
-        if negatives and not wanted.negatives:
-            self.notes.append(
-                f"{path} has negatives ({', '.join(map(repr, negatives))}), which are not used: "
-                "training uses N of a row's with --loss infonce --hard-negatives N"
-            )
-        self._negatives = negatives if wanted.negatives else []
         names = list(dict.fromkeys([self._first, self._caption, *self._negatives]))
         lists = [self._caption, *self._negatives] if wanted.lists else self._negatives
         self._table, self._bad = read_columns(path, names, separator, lists)
@@ -87,15 +76,10 @@ class TablePairs:
             for reason, count in Counter(self._bad.values()).items()
         ]
 
-    def __getstate__(self) -> dict[str, Any]:
-        if self.path.suffix != ".arrow":
-            return self.__dict__
-        return {**self.__dict__, "_table": self._table.column_names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        if state["path"].suffix == ".arrow":
-            state["_table"] = read_columns(state["path"], state["_table"]).table
-        self.__dict__.update(state)
+    def __reduce__(self) -> Any:
+        if self.path.suffix == ".arrow":  # mapped anew, instead of copied
+            return TablePairs, (self.path, self._wanted)
+        return super().__reduce__()
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
@@ -176,7 +160,7 @@ def _choose(path: Path, present: list[str], wanted: Wanted) -> tuple[str, str, s
                 return name
         raise UsageError(
             f"{path} has no {what} column {' or '.join(map(repr, names))}; its columns are "
-            f"{', '.join(map(repr, present))} ({_OPTIONS[what]})"
+            f"{', '.join(map(repr, present))} ({_OPTIONS})"
         )
 
     has_queries = not set(QUERY_COLUMNS).isdisjoint(present)
@@ -187,10 +171,8 @@ def _choose(path: Path, present: list[str], wanted: Wanted) -> tuple[str, str, s
     else:
         kind, first = "image", choose("image", wanted.image, IMAGE_COLUMNS)
         caption = choose("caption", wanted.caption, CAPTION_COLUMNS)
-    negatives = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)]
-    if wanted.negative is not None:
-        names = wanted.negative.split(",")
-        negatives = [choose("negative", name.strip(), ()) for name in names]
-    elif wanted.negatives and not negatives:
-        choose("negative", "negative", ())
-    return kind, first, caption, negatives
+    if not wanted.negatives:
+        return kind, first, caption, []
+    usual = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)] or ["negative"]
+    names = usual if wanted.negative is None else wanted.negative.split(",")
+    return kind, first, caption, [choose("negative", name.strip(), ()) for name in names]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import signal
 import threading
@@ -21,9 +19,6 @@ T = TypeVar("T")
 
 #: Seconds of waiting after which DataLoader checks that its processes are alive.
 CHECK_INTERVAL = 5.0
-
-_M_MMAP_THRESHOLD = -3  # glibc's malloc.h
-_MAPPED_FROM = 2**20  # bytes
 
 
 class WorkerLoader(Generic[S, T]):
@@ -50,7 +45,7 @@ class WorkerLoader(Generic[S, T]):
             persistent_workers=True,
             prefetch_factor=prefetch,
             timeout=min(timeout, CHECK_INTERVAL),
-            worker_init_fn=begin_worker,
+            worker_init_fn=_leave_signals_to_the_parent,
             # Its own: otherwise each epoch would draw a number from the trainer's generator.
             generator=torch.Generator(),
         )
@@ -99,18 +94,7 @@ class _Same:
         return item
 
 
-def begin_worker(worker: int) -> None:
-    """Prepare a worker process: its signals and its memory.
-
-    Freed memory returns to the system if glibc maps each large block by itself. By default blocks
-    of up to 32 MiB come from its heap, which did not shrink: workers grew to 1 GB each.
-    """
-    _leave_signals_to_the_parent()
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM)
-
-
-def _leave_signals_to_the_parent() -> None:
+def _leave_signals_to_the_parent(worker: int) -> None:
     """End only when the parent says so.
 
     A signal that asks for an orderly end lets the parent finish its step and save, for which it

@@ -9,9 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.data import open_pairs
-from megabatch.data.grey import is_grey_folder
-from megabatch.data.images import decode_image, decoded
-from megabatch.data.pairs import BadSample, PairDataset, check_usable, clean_caption, is_blank
+from megabatch.data.images import decoded
+from megabatch.data.pairs import (
+    BadSample,
+    EncodedImage,
+    PairDataset,
+    check_usable,
+    clean_caption,
+    is_blank,
+)
 from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.data.tables import Wanted, open_tables
 from megabatch.errors import UsageError
@@ -77,9 +83,7 @@ def open_captioned(spec: str, wanted: Wanted = USUAL) -> Samples:
 
 
 def _is_table(source: str) -> bool:
-    if source == GLYPHS or is_grey_folder(source):
-        return False
-    return find_files(source)[0].name.endswith(ALL_TABLES)
+    return source != GLYPHS and find_files(source)[0].name.endswith(ALL_TABLES)
 
 
 class CaptionedPairs(Samples):
@@ -89,7 +93,6 @@ class CaptionedPairs(Samples):
         self.pairs = pairs
         self.first = getattr(pairs, "first", "image")
         self.damage = getattr(pairs, "damage", [])
-        self.notes = getattr(pairs, "notes", [])
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -118,7 +121,6 @@ class JoinedRows(Samples):
         self.tables: list[Any] = getattr(rows, "datasets", [rows])
         self.first = self.tables[0].first
         self.damage = [line for table in self.tables for line in table.damage]
-        self.notes = [line for table in self.tables for line in table.notes]
         samples: dict[Any, tuple[int, int, list[str]]] = {}  # the first table, its row, captions
         for number, table in enumerate(self.tables):
             for row in range(len(table)):
@@ -142,7 +144,8 @@ class JoinedRows(Samples):
         key, first = table.key(row), table.first_of(row)
         if self.first == "text":
             return Sample(first.strip(), list(dict.fromkeys(captions)), key)
-        return Sample(decode_image(table.files.read(first, key), key), captions, key)
+        image = EncodedImage(table.files.read(first, key), key)
+        return Sample(image.decode(), captions, key)
 
 
 def _read(table: Any, row: int) -> tuple[Any, list[str]]:

@@ -138,12 +138,11 @@ def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task], str]:
 
 
 def _description(opened: Opened, tasks: Sequence[Task]) -> list[str]:
-    """Lines about the model and the data, with the files' notes and damage."""
+    """Lines about the model and the data, with the files' damage."""
     step = "" if opened.step is None else f", step {opened.step:,}"
     lines = [f"{opened.towers.name} ({opened.weights or 'random weights'}{step}):"]
     for task in tasks:
         lines.append(f"  {task.title}: {plural(len(task.samples), task.samples.first)}")
-        lines += [f"  note: {line}" for line in task.samples.notes]
         lines += [f"  damaged: {line}" for line in task.samples.damage]
     return lines
 

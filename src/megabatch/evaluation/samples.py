@@ -10,8 +10,8 @@ from typing import Any
 
 from torchvision.datasets import ImageFolder
 
-from megabatch.data.images import ImageFiles, decode_image
-from megabatch.data.pairs import BadSample
+from megabatch.data.images import ImageFiles
+from megabatch.data.pairs import BadSample, EncodedImage
 from megabatch.data.shards import TarSamples
 from megabatch.data.sources import find_files
 from megabatch.errors import UsageError, one_line, printable
@@ -36,12 +36,11 @@ class Samples:
     """Samples by index, bad ones included; `samples[i]` raises BadSample for one of these.
 
     first: the kind of the samples' first elements, "image" or "text"; damage: a line for each part
-    of the files that cannot be read; notes: other remarks that a user should see before.
+    of the files that cannot be read.
     """
 
     first: str = "image"
     damage: Sequence[str] = ()
-    notes: Sequence[str] = ()
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -107,7 +106,7 @@ class FolderLabels(Labelled):
     def __getitem__(self, index: int) -> Sample:
         path, label = self._images[index]
         key = printable(Path(path).relative_to(self.folder).as_posix())
-        return Sample(decode_image(self._files.read(path, key), key), label, key)
+        return Sample(EncodedImage(self._files.read(path, key), key).decode(), label, key)
 
 
 class ShardLabels(Labelled):

@@ -356,9 +356,8 @@ class Run:
             f"time{at_first}, {config.precision} on {trainer.device if size == 1 else several}"
         )
         data = self.loader.dataset
-        notes = [f"note: {line}" for line in getattr(data, "notes", [])]
         # With known damage, before hours of training.
-        for line in [*getattr(data, "shares", []), *notes, *self.loader.report()]:
+        for line in [*getattr(data, "shares", []), *self.loader.report()]:
             self.console.print(f"  {line}")
         if trainer.step:
             self.console.print(f"continuing after step {trainer.step}")

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -49,9 +48,7 @@ def test_icons_are_white_on_black_with_their_own_captions(tmp_path: Path) -> Non
 
 
 def test_icons_of_another_size_are_refused(tmp_path: Path) -> None:
-    folder = write_icons(tmp_path / "icons", 4, 2)
-    images = folder / "train" / "images.npy"
-    np.save(images, np.zeros((4, 1, 64, 64), np.uint8))
+    folder = write_icons(tmp_path / "icons", 4, 2, size=64)
     with pytest.raises(ValueError, match="icons of 64 pixels, expected 32"):
         load("icons", folder, CPU)
 
