@@ -7,7 +7,6 @@ command prints (`pipe:`). Those of a file are refused unless the user trusts it.
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -137,11 +136,6 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
     """The fields that `save_config` writes, with values as JSON and TOML represent them."""
     # How a run was started need not be shared by its repetition.
     return TypeAdapter(TrainConfig).dump_python(config, mode="json", exclude={"resume"})
-
-
-def is_url(source: str) -> bool:
-    """Whether a data source has the form of a URL, such as s3://bucket/a.tar."""
-    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", source) is not None
 
 
 def refuse_references(settings: Mapping[str, Any], file: Path | str) -> None:

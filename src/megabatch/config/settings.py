@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = "may change when a run is resumed, as its length: schedules follow"
 
-
 _LOSSES = f"One of these, or module:Class, your own (docs/recipes.md). {describe_losses()}"
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")]
 Share = Annotated[float, Field(ge=0, lt=1)]

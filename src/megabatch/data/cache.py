@@ -25,7 +25,7 @@ import fsspec
 import numpy as np
 from webdataset.shardlists import expand_urls
 
-from megabatch.config.file import COMMAND, is_url
+from megabatch.config.file import COMMAND
 from megabatch.errors import UsageError, one_line
 from megabatch.files import default_cache_dir, replacing
 
@@ -95,6 +95,11 @@ def _told(work: Callable[[str], Any], source: str) -> Any:
         raise UsageError(f"nothing matches {source}") from error
     except Exception as error:
         raise UsageError(f"cannot read {source}: {one_line(error, 300)}") from error
+
+
+def is_url(source: str) -> bool:
+    """Whether a data source has the form of a URL, such as s3://bucket/a.tar."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", source) is not None
 
 
 def _glob(url: str) -> list[str]:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from webdataset.shardlists import expand_urls
 
-from megabatch.config.file import COMMAND, is_url
-from megabatch.data.cache import local_copies
+from megabatch.config.file import COMMAND
+from megabatch.data.cache import is_url, local_copies
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.order import FACTORS, MixedPairs
 from megabatch.data.pairs import PairDataset, check_usable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,8 +172,11 @@ def _choose(path: Path, present: list[str], wanted: Wanted) -> tuple[str, str, s
     else:
         kind, first = "image", choose("image", wanted.image, IMAGE_COLUMNS)
         caption = choose("caption", wanted.caption, CAPTION_COLUMNS)
+    usual = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)]
     if not wanted.negatives:
+        if usual:
+            unused = f"{path} has negatives ({', '.join(usual)}), which are not used"
+            warnings.warn(f"megabatch: {unused}: see --hard-negatives", stacklevel=2)
         return kind, first, caption, []
-    usual = [name for name in present if _NEGATIVE_COLUMN.fullmatch(name)] or ["negative"]
-    names = usual if wanted.negative is None else wanted.negative.split(",")
+    names = (usual or ["negative"]) if wanted.negative is None else wanted.negative.split(",")
     return kind, first, caption, [choose("negative", name.strip(), ()) for name in names]
