@@ -23,6 +23,7 @@ import pytest
 from megabatch import options
 from megabatch.cli import COMMANDS, main
 from megabatch.config import file
+from megabatch.training import plan_command
 from tests.docs.pages import PAGES, ROOT, blocks
 
 LANGUAGES = ("bash", "console")
@@ -97,7 +98,7 @@ def accepts(program: Callable[[], object], words: Sequence[str]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", list(words))
         patch.setattr(argparse.ArgumentParser, "parse_args", accepted(read))
-        for module in (options, file):
+        for module in (options, file, plan_command):
             patch.setattr(module, "make", accepted(make))
         with contextlib.suppress(Accepted):
             code = program()

@@ -13,7 +13,13 @@ from tests.models.tiny_bert import save_tiny_bert
 _SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
 _TEXT = {**_SIZES, "vocab_size": 12, "intermediate_size": 32, "max_position_embeddings": 12}
 _VISION = {**_SIZES, "image_size": 32, "patch_size": 16, "intermediate_size": 32}
-_NAMES = {"clip": "CLIP", "metaclip_2": "MetaClip2", "siglip": "Siglip"}
+_NAMES = {
+    "altclip": "AltCLIP",
+    "chinese_clip": "ChineseCLIP",
+    "clip": "CLIP",
+    "metaclip_2": "MetaClip2",
+    "siglip": "Siglip",
+}
 
 
 def save_tiny_clip(path: Path, kind: str) -> Path:
@@ -35,6 +41,10 @@ def tiny_model(kind: str) -> Any:
     """As transformers makes it."""
     import transformers
 
+    if kind == "vision-text-dual-encoder":
+        vision, text = transformers.ViTConfig(**_VISION), transformers.BertConfig(**_TEXT)
+        make = transformers.VisionTextDualEncoderConfig.from_vision_text_configs
+        return transformers.VisionTextDualEncoderModel(make(vision, text, projection_dim=8))
     name = _NAMES[kind]
     if not hasattr(transformers, f"{name}Model"):
         pytest.skip(f"this transformers has no {name}Model")
@@ -45,4 +55,5 @@ def tiny_model(kind: str) -> Any:
         text["projection_size"] = 16
     else:
         towers["projection_dim"] = 8
+        text["project_dim"] = 16  # of AltCLIP's text tower alone
     return getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**towers))
