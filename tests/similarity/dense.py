@@ -13,9 +13,22 @@ from torch import Tensor
 from megabatch.similarity.softmax import Split
 
 
-def logits(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
-    """S (m, n)."""
-    return scale * (x @ y.T)
+def logits(
+    x: Tensor,
+    y: Tensor,
+    scale: float | Tensor = 1.0,
+    row_weight: Tensor | None = None,
+    col_lengths: Tensor | None = None,
+) -> Tensor:
+    """S (m, n), of late interaction for x and y of three dimensions."""
+    if x.dim() == 2:
+        return scale * (x @ y.T)
+    products = torch.einsum("ild,jkd->ijlk", x, y)
+    if col_lengths is not None:
+        padding = torch.arange(y.shape[1], device=y.device) >= col_lengths[:, None]
+        products = products.masked_fill(padding[:, None], -torch.inf)
+    sums = products.max(3).values.sum(2)
+    return scale * (sums if row_weight is None else sums * row_weight[:, None])
 
 
 def logsumexp(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
@@ -40,9 +53,11 @@ def split_logsumexp(
     positives: str = "ids",
     ceiling: Tensor | None = None,
     guide: tuple[Tensor, Tensor] | None = None,
+    row_weight: Tensor | None = None,
+    col_lengths: Tensor | None = None,
 ) -> tuple[Split, Split]:
     """As `megabatch.similarity.split_logsumexp`, both sides."""
-    s = logits(x, x if y is None else y, scale)
+    s = logits(x, x if y is None else y, scale, row_weight, col_lengths)
     m, n = s.shape
     counted = torch.ones(m, n, dtype=torch.bool, device=s.device)
     if y is None:

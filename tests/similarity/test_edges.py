@@ -177,13 +177,16 @@ def test_opcheck(backend: str) -> None:
     limit = torch.zeros(5, dtype=scale.dtype, device=DEVICE)
     weight = torch.rand(6, dtype=scale.dtype, device=DEVICE)
     with_ids = (x, y, scale, bias, *three)
+    tokens = x[:5, None].repeat(1, 2, 1), y[:, None].repeat(1, 3, 1), scale
+    counts = torch.full((len(y),), 2, device=DEVICE)
     calls: dict[str, list[tuple[Any, ...]]] = {
         "logsumexps": [
-            (x, y, scale, *[None] * 6, "plain", True, True),
-            (x, y, scale, *three, *[None] * 4, "plain", False, False),
-            (x, None, scale, *[None] * 6, "dropped", False, True),
-            (x[:5], y, scale, None, None, limit, *teacher[:2], None, "paired", True, True),
-            (x[:5], y, scale, *[None] * 3, *teacher, "paired", True, True),
+            (x, y, scale, *[None] * 8, "plain", True, True),
+            (x, y, scale, *three, *[None] * 6, "plain", False, False),
+            (x, None, scale, *[None] * 8, "dropped", False, True),
+            (x[:5], y, scale, None, None, limit, *teacher[:2], *[None] * 3, "paired", True, True),
+            (x[:5], y, scale, *[None] * 3, *teacher, None, None, "paired", True, True),
+            (*tokens, *[None] * 6, weight[:5].to(scale), counts, "plain", True, False),
         ],
         "softplus_sum": [
             (*with_ids, weight, *[None] * 4, "plain", *[True] * 4),

@@ -6,6 +6,7 @@ contrastive loss takes a few lines of ordinary PyTorch.
 
 from megabatch.similarity.distributed.means import (
     global_mean,
+    largest_over_ranks,
     log_mean_exp,
     mean_row,
     pair_ids,
@@ -29,6 +30,7 @@ __all__ = [
     "Split",
     "Stacks",
     "global_mean",
+    "largest_over_ranks",
     "log_mean_exp",
     "logsumexp",
     "mean_row",

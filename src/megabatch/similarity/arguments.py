@@ -20,16 +20,18 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def check_features(name: str, value: Any) -> None:
-    """`value` must be a dense (n, d) floating-point tensor with d > 0."""
+def check_features(name: str, value: Any, *, tokens: bool = False) -> None:
+    """`value` must be a dense (n, d) floating-point tensor with d > 0; with `tokens`, (n, l, d)."""
+    shape = "(n, l, d)" if tokens else "(n, d)"
     if not isinstance(value, Tensor):
-        _refuse_type(name, "a tensor of shape (n, d)", value)
+        _refuse_type(name, f"a tensor of shape {shape}", value)
     check_dense(name, value)
     if value.dtype not in FLOATS:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise TypeError(f"{name}: expected one of {names}, got {value.dtype}")
-    if value.dim() != 2 or value.shape[1] == 0:
-        raise ValueError(f"{name}: expected shape (n, d) with d > 0, got {tuple(value.shape)}")
+    if value.dim() != 2 + tokens or 0 in value.shape[1:]:
+        size = "l, d > 0" if tokens else "d > 0"
+        raise ValueError(f"{name}: expected shape {shape} with {size}, got {tuple(value.shape)}")
 
 
 def check_dense(name: str, value: Tensor) -> None:
@@ -46,17 +48,23 @@ def check_dense(name: str, value: Tensor) -> None:
 
 
 def check_two(
-    x: Any, y: Any, names: tuple[str, str] = ("x", "y"), *, autocast: bool = True
+    x: Any,
+    y: Any,
+    names: tuple[str, str] = ("x", "y"),
+    *,
+    autocast: bool = True,
+    tokens: bool = False,
 ) -> None:
     """Two feature matrices that can be multiplied: same width, device and dtype.
 
     With `autocast` the dtypes are those after `cast_for_autocast`, which the caller is to call.
+    With `tokens` each row is a matrix of tokens' features.
     """
-    check_features(names[0], x)
-    check_features(names[1], y)
-    if x.shape[1] != y.shape[1]:
+    check_features(names[0], x, tokens=tokens)
+    check_features(names[1], y, tokens=tokens)
+    if x.shape[-1] != y.shape[-1]:
         raise ValueError(
-            f"{names[1]}: expected width {x.shape[1]} as {names[0]} has, got {y.shape[1]}"
+            f"{names[1]}: expected width {x.shape[-1]} as {names[0]} has, got {y.shape[-1]}"
         )
     if x.dtype != y.dtype and not (autocast and product_dtype(x) == product_dtype(y)):
         raise TypeError(f"{names[1]}: expected {x.dtype} as {names[0]} has, got {y.dtype}")

@@ -37,7 +37,7 @@ def described(x: Tensor) -> str:
     """Description of features like x and of their products, on which all ranks must agree."""
     dtype, products = str(x.dtype).removeprefix("torch."), settings.products(x)
     kernels = f"{'fused' if uses_kernels(x) else 'torch'} kernels"
-    words = f"width {x.shape[1]}, {dtype}, {x.device.type}, {kernels}"
+    words = f"width {' x '.join(map(str, x.shape[1:]))}, {dtype}, {x.device.type}, {kernels}"
     return f"{words}, float32 products: {products}" if products else words
 
 

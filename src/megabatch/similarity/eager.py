@@ -67,11 +67,14 @@ class EagerTiles(Tiles):
         self.matrix, self.symmetric = matrix, matrix.symmetric
         self.x, self.y = matrix.rows.features, matrix.cols.features
         self.m, self.n = matrix.shape
-        self.block_rows, self.block_cols = block_shape(self.x)
+        self.block_rows, self.block_cols = self._block_shape()
         if self.symmetric:  # square blocks, so that each is on the diagonal, above it, or below it
             self.block_rows = self.block_cols = min(self.block_rows, self.block_cols)
         # On the CPU dS stays in float32; a GPU's products take float16.
         self.half_ds = self.x.dtype == torch.float16 and rounds_left(self.x)
+
+    def _block_shape(self) -> tuple[int, int]:
+        return block_shape(self.x)
 
     def _buffers(self, count: int) -> Tensor:
         """(count, elements of the largest block), uninitialised."""
@@ -113,7 +116,7 @@ class SoftmaxTiles(StateTiles, EagerTiles):
                 if side.is_first:
                     self.clear(side.numbers)
             out, scratch = self._place(i, j)
-            s = logits(self.x[i], self.y[j], self.scale, out)
+            s = self._logits(i, j, out)
             self.merge_block(i, j, s, scratch, [side.numbers for side in sides])
             for side in sides:
                 if side.is_last:
@@ -130,7 +133,23 @@ class SoftmaxTiles(StateTiles, EagerTiles):
     ) -> Tensor:
         s, scratch = self._place(i, j)
         if (i.start, j.start) not in self._saved:
-            s = logits(self.x[i], self.y[j], self.scale, s)
+            s = self._logits(i, j, s)
+        return self._gradient(i, j, s, scratch, rows, cols)
+
+    def _logits(self, i: slice, j: slice, out: Tensor) -> Tensor:
+        """The logits of a block, in `out` if `logits` can write them there."""
+        return logits(self.x[i], self.y[j], self.scale, out)
+
+    def _gradient(
+        self,
+        i: slice,
+        j: slice,
+        s: Tensor,
+        scratch: Tensor,
+        rows: Tensor | None,
+        cols: Tensor | None,
+    ) -> Tensor:
+        """dS of a block of logits `s`, which it destroys."""
         rows = None if rows is None else rows[:, i]
         cols = None if cols is None else cols[:, j]
         buffers = buffer_views(self._scratch, i, j)[0], scratch

@@ -19,16 +19,17 @@ PLAIN, PAIRED, DROPPED = "plain", "paired", "dropped"
 class Side(NamedTuple):
     """The rows or the columns of a matrix, and the tensors that belong to them."""
 
-    features: Tensor  #: (m, d)
+    features: Tensor  #: (m, d), or (m, l, d) the tokens of late interaction
     ids: Tensor | None = None  #: (m,) int64
     ceiling: Tensor | None = None  #: (m,) of rows: logits above which a negative pair is dropped
-    weight: Tensor | None = None  #: (m,) of rows: factors of the sigmoid loss
+    weight: Tensor | None = None  #: (m,) of rows: factors of the sigmoid loss, of MaxSim's sums
     guide: Tensor | None = None  #: (m, d') another model's features: a guide's or a teacher's
     upstream: Tensor | None = None  #: (k, m) of the backward pass: see `states`
+    lengths: Tensor | None = None  #: (m,) int64 of columns: their first tokens, which count
 
     def take(self, rows: slice | Tensor) -> Side:
         """These rows, in this order."""
-        _, ids, ceiling, weight, guide, upstream = self
+        _, ids, ceiling, weight, guide, upstream, lengths = self
         return Side(
             self.features[rows],
             None if ids is None else ids[rows],
@@ -36,6 +37,7 @@ class Side(NamedTuple):
             None if weight is None else weight[rows],
             None if guide is None else guide[rows],
             None if upstream is None else upstream[:, rows],
+            None if lengths is None else lengths[rows],
         )
 
     def narrow(self, part: slice) -> Side:

@@ -116,7 +116,7 @@ def soft_target_stacks(
         if features.device != x.device:
             raise ValueError(f"{name}: expected device {x.device}, got {features.device}")
     teacher = teacher_x, teacher_y, teacher_scale
-    tensors = x, y, scale, None, None, None, *teacher, PAIRED
+    tensors = x, y, scale, None, None, None, *teacher, None, None, PAIRED
     operands = make_operands(*tensors, cols=True, group=group, call="soft_targets")
     rows, columns, sizes, _ = logsumexps(*operands)
     return Stacks(rows, columns, sizes[0].sum() if operands.group else None)

@@ -21,6 +21,7 @@ from megabatch.similarity.arguments import (
     check_features,
     check_guide,
     check_ids,
+    check_integers,
     check_same_rows,
     check_scalar,
     check_two,
@@ -30,6 +31,7 @@ from megabatch.similarity.distributed import schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
 from megabatch.similarity.eager import SoftmaxTiles, SoftTargetTiles
+from megabatch.similarity.eager_maxsim import WIDEST, MaxSimTiles
 from megabatch.similarity.matrix import DROPPED, PAIRED, PLAIN, Matrix, Orders, Side, sort_by_id
 from megabatch.similarity.ops import Reduction
 from megabatch.similarity.settings import applied
@@ -76,6 +78,8 @@ def logsumexp(
     y: Tensor,
     scale: float | Tensor = 1.0,
     *,
+    row_weight: Tensor | None = None,
+    col_lengths: Tensor | None = None,
     sides: str = "both",
     group: object = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -84,7 +88,13 @@ def logsumexp(
     Args:
         x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
             dtypes may differ if it casts both to one.
+            Both of three dimensions, (m, l, d) and (n, k, d): late interaction. S_ij is then scale
+            times the sum over tokens of x_i of the largest product with a token of y_j (Khattab
+            and Zaharia 2020, arXiv 2004.12832, equation 3), of equal ones the first.
         scale: a number, or a tensor of shape () or (1,); differentiable.
+        row_weight: (m,) factors of the sums of late interaction. No gradient flows into them.
+        col_lengths: (n,) integers: of late interaction's columns, how many of the first tokens
+            count. A column without any has logits of -inf.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, a
@@ -100,10 +110,10 @@ def logsumexp(
             what each process had where they disagree.
         CommunicationError: another process is gone, or did not make its call in time.
     """
-    check_two(x, y)
     both = _both(sides)
+    weight, lengths = _check_matrix(x, y, row_weight, col_lengths)
     x, y = cast_for_autocast(x, y)
-    tensors = x, y, check_scalar("scale", scale, x), *[None] * 6, PLAIN
+    tensors = x, y, check_scalar("scale", scale, x), *[None] * 6, weight, lengths, PLAIN
     rows, columns, *_ = logsumexps(
         *make_operands(*tensors, cols=both, group=group, call="logsumexp")
     )
@@ -119,6 +129,8 @@ def split_logsumexp(
     positives: str = "ids",
     ceiling: Tensor | None = None,
     guide: Guides | None = None,
+    row_weight: Tensor | None = None,
+    col_lengths: Tensor | None = None,
     sides: str = "both",
     group: object = None,
 ) -> tuple[Split, Split | None]:
@@ -127,7 +139,7 @@ def split_logsumexp(
     Args:
         x: (m, d) features, any floating dtype.
         y: (n, d), as in `logsumexp`. None: x against itself, without each row's pair with itself,
-            and at half the cost, as the matrix is symmetric.
+            and at half the cost, as the matrix is symmetric; not with late interaction.
         scale: a number, or a tensor of shape () or (1,); differentiable.
         ids: "paired" (row i belongs to column i), or `(row_ids (m,), column_ids (n,))`, integers;
             with y=None one vector of ids serves both. A negative id equals no other id.
@@ -140,6 +152,7 @@ def split_logsumexp(
             guide_y_j>, without the scale, instead of the logits. Any floating-point dtype, but
             float64 if and only if x is; autocast does not cast them. Products and sums are in
             float32; NaN exceeds no ceiling. No gradient flows into them.
+        row_weight, col_lengths: as in `logsumexp`.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
             compared across all processes.
@@ -155,6 +168,8 @@ def split_logsumexp(
         "positives": positives,
         "ceiling": ceiling,
         "guide": guide,
+        "row_weight": row_weight,
+        "col_lengths": col_lengths,
         "sides": sides,
     }
     stacks = split_stacks(x, y, scale, ids=ids, group=group, **options)
@@ -173,6 +188,8 @@ def split_stacks(
     positives: str = "ids",
     ceiling: Tensor | None = None,
     guide: Guides | None = None,
+    row_weight: Tensor | None = None,
+    col_lengths: Tensor | None = None,
     sides: str = "both",
     group: object = None,
     terms: str = "",
@@ -182,11 +199,10 @@ def split_stacks(
     `terms`: a description of more on which all processes must agree; if it differs, each raises.
     """
     both = _both(sides)
+    weight, lengths = _check_matrix(x, y, row_weight, col_lengths)
     if y is None:
-        check_features("x", x)
         (x,) = cast_for_autocast(x)
     else:
-        check_two(x, y)
         x, y = cast_for_autocast(x, y)
     row_ids, col_ids = check_ids(ids, x, x if y is None else y, one=y is None)
     if positives not in ("ids", "paired"):
@@ -206,7 +222,7 @@ def split_stacks(
     # A ceiling or two vectors of ids make the matrix asymmetric: all tiles are computed.
     symmetric = y is None and ceiling is None and row_ids is col_ids
     columns = None if symmetric else x if y is None else y
-    tensors = x, columns, scale, row_ids, col_ids, ceiling, *guides, None, diagonal
+    tensors = x, columns, scale, row_ids, col_ids, ceiling, *guides, None, weight, lengths, diagonal
     operands = make_operands(
         *tensors,
         cols=both and not symmetric,
@@ -216,6 +232,25 @@ def split_stacks(
     row_stack, col_stack, sizes, _ = logsumexps(*operands)
     columns = (row_stack if symmetric else col_stack) if both else None
     return Stacks(row_stack, columns, sizes[0].sum() if operands.group else None)
+
+
+def _check_matrix(
+    x: Tensor, y: Tensor | None, row_weight: Tensor | None, col_lengths: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Check features (m, d), or with y of late interaction; returns its weights and lengths."""
+    tokens = y is not None and isinstance(x, Tensor) and x.dim() == 3
+    if y is None:
+        check_features("x", x)
+    else:
+        check_two(x, y, tokens=tokens)
+    for name, value in (("row_weight", row_weight), ("col_lengths", col_lengths)):
+        if value is not None and not tokens:
+            raise ValueError(f"{name}: expected None for x of shape (m, d), got a tensor")
+    if row_weight is not None:
+        row_weight = check_vector("row_weight", row_weight, x.shape[0], x).detach()
+    if col_lengths is not None and y is not None:
+        col_lengths = check_integers("col_lengths", col_lengths, y.shape[0], x)
+    return row_weight, col_lengths
 
 
 def _both(sides: str) -> bool:
@@ -239,6 +274,8 @@ class Operands(NamedTuple):
     guide_x: Tensor | None  #: a guide's features, or a teacher's
     guide_y: Tensor | None
     teacher_scale: Tensor | None  #: given: the targets are soft, see `soft_targets`
+    row_weight: Tensor | None  #: of late interaction, see `logsumexp`
+    col_lengths: Tensor | None  #: likewise
     diagonal: str  #: of `Matrix`
     cols: bool  #: whether the columns' side is wanted
     save: bool  #: whether something may be saved for the backward pass
@@ -286,7 +323,7 @@ def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
         own_sizes, terms = (len(o.x), len(o.columns)), _terms(o) if o.group else ""
-        ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.x, o.y is None)
+        ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.columns, o.y is None)
         saved = _new_saved(o, sizes.shape[1])
         if ranks is not None:
             ranks.keep(saved, filled=False)
@@ -323,7 +360,7 @@ def _backward(*flat: Any) -> tuple[Tensor, ...]:
             col_gradient = torch.zeros_like(results.columns)
     upstream = row_gradient, col_gradient if o.cols else None
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
-        ranks = schedule.ranks_again(o.group, o.call, results.sizes, o.x, o.y is None)
+        ranks = schedule.ranks_again(o.group, o.call, results.sizes, o.columns, o.y is None)
         if ranks is not None:
             ranks.keep(results.saved, filled=True)
         return gradients(_sweep(o, ranks, results.saved), o.scale, results[:2], upstream, need)
@@ -346,6 +383,7 @@ def _terms(o: Operands) -> str:
         f"sides: {'both' if o.cols or o.y is None else 'rows'}, "
         f"ids: {'none' if o.row_ids is None else 'given'}, diagonal: {o.diagonal}, "
         f"ceiling: {'none' if o.ceiling is None else 'given'}, "
+        f"lengths: {'none' if o.col_lengths is None else 'given'}, "
         f"{'guide' if o.teacher_scale is None else 'teacher'}: "
         f"{'none' if o.guide_y is None else backends.described(o.guide_y)}"
     )
@@ -358,10 +396,12 @@ def _new_saved(o: Operands, ranks: int) -> Tensor:
     `Ranks.keep`.
     """
     limits, columns = settings.Settings(*o.settings), o.columns
-    if not o.save or o.teacher_scale is not None:
+    tokens = o.x.dim() == 3  # those of all ranks would take too much
+    if not o.save or o.teacher_scale is not None or (tokens and ranks):
         return o.x.new_empty(0)
     if ranks == 0:
-        size = saved_logits(o.x, columns, limits.workspace)
+        count = _maxsim_tiles(o.x).saved_numbers if tokens else saved_logits
+        size = count(o.x, columns, limits.workspace)
         return o.x.new_empty(size, dtype=accumulator_dtype(o.x.dtype))
     rows = schedule.saved_rows(columns, ranks, limits.gather)
     return columns.new_empty(rows, columns.shape[1])
@@ -381,13 +421,18 @@ def saved_logits(x: Tensor, y: Tensor, limit: int) -> int:
 
 def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
     """The matrix, for the kernels in the order of its ids, and its tiles."""
-    rows = Side(o.x, o.row_ids, o.ceiling, None, o.guide_x)
-    cols = rows if o.y is None else Side(o.y, o.col_ids, None, None, o.guide_y)
+    rows = Side(o.x, o.row_ids, o.ceiling, o.row_weight, o.guide_x)
+    cols = rows
+    if o.y is not None:
+        cols = Side(o.y, o.col_ids, guide=o.guide_y, lengths=o.col_lengths)
     # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
     start = 0 if ranks is None else ranks.start
     matrix, orders = Matrix(rows, cols, o.diagonal, start, start, o.y is None), Orders()
+    if o.x.dim() == 3:
+        options = {"scale": o.scale, "saved": saved if ranks is None else saved[:0]}
+        return Sweep(matrix, orders, partial(_maxsim_tiles(o.x), **options), ranks)
     tiles: Any = SoftmaxTiles if o.teacher_scale is None else SoftTargetTiles
-    options: dict[str, Any] = {"scale": o.scale}
+    options = {"scale": o.scale}
     if o.teacher_scale is not None:
         options["teacher_scale"] = o.teacher_scale
     if all(backends.uses_kernels(t) for t in (o.x, o.guide_x, o.guide_y) if t is not None):
@@ -396,6 +441,15 @@ def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
     elif o.teacher_scale is None:
         options["saved"] = saved if ranks is None else saved[:0]
     return Sweep(matrix, orders, partial(tiles, **options), ranks)
+
+
+def _maxsim_tiles(x: Tensor) -> Any:
+    """Tiles of late interaction; the kernels take 16-bit features of up to `WIDEST` numbers."""
+    if not (backends.uses_kernels(x) and x.element_size() == 2 and x.shape[2] <= WIDEST):
+        return MaxSimTiles
+    from megabatch.similarity.triton.maxsim import MaxSimKernelTiles
+
+    return MaxSimKernelTiles
 
 
 def _kernel_tiles(o: Operands) -> Any:

@@ -201,13 +201,13 @@ def products(
     if sweep.ranks is not None:
         yield from _products_of_ranks(sweep, sweep.ranks, own, x, y, rows, cols)
     elif own.symmetric:
-        total = own.new_total(own.m)
+        total = own.new_total(own.m, own.x)
         own.add_products(rows, rows, total, total, (True, True))
         yield "x", slice(0, own.m), total
     else:  # a strip of rows is complete after its blocks
-        dy = own.new_total(own.n) if y else None
+        dy = own.new_total(own.n, own.y) if y else None
         for i in own.row_blocks():
-            strip = own.new_total(i.stop - i.start) if x else None
+            strip = own.new_total(i.stop - i.start, own.x) if x else None
             own.add_strip(i, rows, cols, strip, dy, (True, i.start == 0))
             if strip is not None:
                 yield "x", i, strip
@@ -225,14 +225,14 @@ def _products_of_ranks(
     col_side = col_side._replace(upstream=own.pack_upstream(cols))
     arriving = ranks.gather_rows(row_side)
     rounds = ranks.rounds(col_side)
-    dx = own.new_total(ranks.rows.size) if x else None
+    dx = own.new_total(ranks.rows.size, own.x) if x else None
     if symmetric and dx is not None:
         dx.zero_()
         own.add_products(rows, rows, dx, dx, (False, False))
     overwrite = (not symmetric, not symmetric)
     summing: tuple[slice, Pending] | None = None  # the previous round's sums, on their way
     for each in rounds:
-        dy = own.new_total(each.layout.size) if y or symmetric else None
+        dy = own.new_total(each.layout.size, own.y) if y or symmetric else None
         if symmetric and dy is not None:  # some of its columns are other ranks' work
             dy.zero_()
         _add_round(sweep, each, arriving.wait(), rows, dx, dy, overwrite)

@@ -6,6 +6,7 @@ kernels (`triton/`). They differ in how a block is computed; this file has what 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -49,12 +50,12 @@ class Tiles:
             if not self.symmetric or j.start >= i.start:
                 yield j
 
-    def new_total(self, rows: int) -> Tensor:
-        """An accumulator for the gradients of `rows` rows; zeros if no block will write to it."""
-        shape, dtype = (rows, self.x.shape[1]), accumulator_dtype(self.x.dtype)
+    def new_total(self, rows: int, features: Tensor) -> Tensor:
+        """An accumulator for gradients of `rows` rows of x or y; zeros if no block writes to it."""
+        shape, dtype = (rows, *features.shape[1:]), accumulator_dtype(features.dtype)
         if self.m == 0 or self.n == 0:
-            return self.x.new_zeros(shape, dtype=dtype)
-        return self.x.new_empty(shape, dtype=dtype)
+            return features.new_zeros(shape, dtype=dtype)
+        return features.new_empty(shape, dtype=dtype)
 
     def gradient_block(self, i: slice, j: slice, rows: Any, cols: Any) -> Tensor | None:
         """dS of a block, valid until the next call; None if no gradient of features is wanted.
@@ -238,6 +239,6 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, overwrite: bool = Fa
 def row_dots(features: Tensor, gradient: Tensor, dtype: torch.dtype) -> Tensor:
     """<features, gradient>, a scalar of `dtype`, without a wider copy of the features."""
     total = gradient.new_zeros((), dtype=dtype)
-    for i in strips(len(features), STRIP):
+    for i in strips(len(features), max(1, STRIP // math.prod(features.shape[1:-1]))):
         total += (features[i].to(gradient.dtype) * gradient[i]).sum()
     return total

@@ -14,7 +14,7 @@ from megabatch.similarity.distributed.comm import Pending, all_gather, all_to_al
 from megabatch.similarity.matrix import Side
 
 #: The dimensions of a `Side`'s tensors along which its rows lie.
-DIMS = (0, 0, 0, 0, 0, 1)
+DIMS = (0, 0, 0, 0, 0, 1, 0)
 
 
 class Layout:

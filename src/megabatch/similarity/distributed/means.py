@@ -7,7 +7,7 @@ functions only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,25 @@ def global_mean(
     if torch.compiler.is_compiling():
         return values.sum() * (size / batch.to(values.dtype))
     return values.sum() * (size / _checked(int(batch), name))
+
+
+def largest_over_ranks(
+    call: str, numbers: Sequence[int], device: torch.device, group: object
+) -> tuple[int, ...]:
+    """The largest of each of up to 8 integers of all processes, which their hosts exchange.
+
+    Args:
+        call: a name for errors. device: of the features, whose group this is. group: as in
+            `global_mean`.
+
+    Raises:
+        ValueError: the processes make different calls.
+        CommunicationError: another process is gone, or did not make its call in time.
+    """
+    name = group_name(group)
+    if not name:
+        return tuple(numbers)
+    return tuple(map(max, zip(*comm.agree(name, f"{call}, lengths", numbers, device), strict=True)))
 
 
 def share_of_mean(

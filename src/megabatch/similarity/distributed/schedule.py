@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -69,14 +70,14 @@ class Ranks:
 
         Args:
             name: of the group. sizes: (rows by rank, columns by rank). operation: its name in
-                errors. features: this rank's, (m, d). symmetric: x against itself. grid: whether
+                errors. features: this rank's, (m, ...). symmetric: x against itself. grid: whether
                 ranks may share rows.
         """
         self.name, self.operation, self.symmetric = name, operation, symmetric
         group, (row_sizes, col_sizes) = comm.resolve(name), sizes
         self.rank, self.n = group.rank(), group.size()
         self._even = len(set(col_sizes)) == len(set(row_sizes)) == 1
-        row_bytes, groups = features.shape[1] * features.element_size(), None
+        row_bytes, groups = math.prod(features.shape[1:]) * features.element_size(), None
         if grid and not symmetric:
             groups = grid_groups(name, sizes, row_bytes, features.device)
         self.is_grid = groups is not None

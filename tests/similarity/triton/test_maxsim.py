@@ -1,0 +1,68 @@
+"""The kernels of late interaction against dense float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megabatch import similarity
+from tests.similarity import dense
+from tests.similarity.triton import DEVICE, GPU, HALVES, MARKS
+from tests.similarity.triton.test_softmax import both, check
+
+pytest.importorskip("triton")
+from megabatch.similarity.triton import maxsim
+
+pytestmark = MARKS
+
+#: Queries, their tokens, documents, their tokens, width: pieces of a query, of a document, and
+#: more than a tile of each.
+SHAPES = [(5, 3, 7, 11, 8), (3, 40, 4, 70, 17)]
+if GPU:
+    SHAPES += [(33, 32, 40, 256, 128), (300, 20, 90, 33, 96), (20, 130, 9, 700, 256)]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(
+    shape: tuple[int, ...], saved: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m, queries, n, documents, d = shape
+    x = torch.nn.functional.normalize(torch.randn(m, queries, d), dim=2).to(DEVICE, dtype)
+    y = torch.nn.functional.normalize(torch.randn(n, documents, d), dim=2).to(DEVICE, dtype)
+    if not saved:
+        monkeypatch.setattr(maxsim.MaxSimKernelTiles, "saved_numbers", lambda *_: 0)
+        monkeypatch.setattr(maxsim, "BLOCK", 4)  # several blocks
+    mine, theirs = both(x, y, scale=0.9)
+    common = {"col_lengths": torch.randint(1, documents + 1, (n,)).to(DEVICE)}
+    ids = torch.arange(m).to(DEVICE), torch.arange(n).to(DEVICE)
+    weight = torch.rand(m).to(DEVICE)
+    ours = similarity.split_logsumexp(*mine, ids=ids, row_weight=weight, **common)
+    truth = dense.split_logsumexp(*theirs, ids=ids, row_weight=weight.double(), **common)
+    check(ours, truth, mine, theirs)
+
+
+def test_ties_nan_and_documents_of_whole_tiles() -> None:
+    x, y = torch.randn(2, 16, 16), torch.randn(2, 1, 16).repeat(1, 128, 1)
+    x, y = (t.to(DEVICE, torch.float16).requires_grad_() for t in (x, y))
+    similarity.logsumexp(x, y)[0].sum().backward()
+    assert y.grad[:, 0].any()
+    assert not y.grad[:, 1:].any()
+    with torch.no_grad():
+        y[1, 77, 3] = torch.nan
+    rows, columns = similarity.logsumexp(x, y)
+    assert rows.isnan().all()
+    assert columns[1].isnan()
+
+
+def test_pieces_waste_few_tokens() -> None:
+    found = {tokens: maxsim.piece_of(tokens) for tokens in (1, 32, 48, 100, 130, 256)}
+    assert found == {
+        1: (16, 16),
+        32: (32, 32),
+        48: (16, 48),
+        100: (16, 112),
+        130: (16, 144),
+        256: (128, 256),
+    }
