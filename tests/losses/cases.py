@@ -36,6 +36,19 @@ def guide(x: Tensor, start: int) -> Tensor:
     return (made + start).sin().to(x.device, torch.promote_types(x.dtype, torch.float32))
 
 
+def tokens(x: Tensor) -> Tensor:
+    """(..., d) as two tokens (..., 2, d)."""
+    return torch.stack([x, -x], dim=-2)
+
+
+def mask(x: Tensor) -> Tensor:
+    """(..., 2): of some rows the first token does not count."""
+    last = torch.ones(2, dtype=torch.bool, device="cpu").to(x.device).expand(*x.shape[:-1], 2)
+    return last ^ (torch.arange(len(x) * 2, device="cpu") % 6 == 0).to(x.device).view(
+        -1, *[1] * (x.dim() - 2), 2
+    )
+
+
 def teacher(x: Tensor) -> dict[str, Any]:
     return {
         "dist_image_features": guide(x, 0),
@@ -75,6 +88,18 @@ def losses(**n: Any) -> dict[str, Callable[[Any, Any, Any], Tensor]]:
         "infonce, guide": lambda x, y, s: mb.InfoNCELoss(
             1 / s, margin=-0.1, same_tower=("query",), **n
         )(x, y, guide_query=guide(x, 0), guide_positive=guide(x, 1)),
+        "maxsim": lambda x, y, s: mb.MaxSimLoss(1 / s, directions="both", **n)(
+            tokens(x), tokens(y)
+        ),
+        "maxsim, masked": lambda x, y, s: mb.MaxSimLoss(1 / s, score="mean", margin=0.1, **n)(
+            tokens(x),
+            tokens(y),
+            mask(x),
+            mask(y),
+            tokens(hard(y)[:, :2]),
+            mask(hard(y)[:, :2]),
+            ids=ids(x),
+        ),
         "ntxent": lambda x, y, s: mb.NTXentLoss(1 / s, **n)(x, y),
         "ntxent, debiased": lambda x, y, s: mb.NTXentLoss(1 / s, tau_plus=0.01, **n)(x, y),
         "dcl": lambda x, y, s: mb.DCLLoss(1.0, **n)(x, y, x.roll(1, 1), temperature=1 / s),

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megabatch.losses.infonce import InfoNCELoss
     from megabatch.losses.labels import SincereLoss, SupConLoss
     from megabatch.losses.matryoshka import MatryoshkaLoss
+    from megabatch.losses.maxsim import MaxSimLoss
     from megabatch.losses.multimodal import MultiModalLoss
     from megabatch.losses.siglip import SigLipLoss
     from megabatch.losses.views import DCLLoss, NTXentLoss
@@ -19,6 +20,7 @@ __all__ = [
     "DistillClipLoss",
     "InfoNCELoss",
     "MatryoshkaLoss",
+    "MaxSimLoss",
     "MultiModalLoss",
     "NTXentLoss",
     "SigLipLoss",

@@ -202,7 +202,7 @@ class InfoNCELoss(TemperatureLoss):
     ) -> Tensor:
         """The loss of each query, (b,)."""
         plain, in_batch, of_hard = self._logits(query, positive, scale)
-        per_query = negatives is not None and negatives.features.dim() == 3
+        per_query = negatives is not None and negatives.features.dim() > query.features.dim()
         shared, hard = (None, negatives) if per_query else (negatives, None)
         further = self._same_tower(plain, query, positive, hard, ids)
         if hard is not None and self.share_negatives and in_batch is of_hard:

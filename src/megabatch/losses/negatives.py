@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -22,22 +22,31 @@ CHUNK = 1 << 22
 
 
 class Rows(NamedTuple):
-    """Features, (m, d) or (b, k, d), and a guide model's of the same rows; None without a guide."""
+    """Features, (m, d) or (b, k, d), and a guide model's of the same rows; None without a guide.
+
+    In late interaction (m, l, d) or (b, k, l, d), with factors of the queries' scores (m,) and the
+    documents' numbers of tokens, (m,) or (b, k): see `logsumexp`.
+    """
 
     features: Tensor
     guide: Tensor | None
+    weight: Tensor | None = None
+    lengths: Tensor | None = None
 
     def flat(self) -> Rows:
-        """(b, k, d) as (b * k, d)."""
+        """(b, k, ...) as (b * k, ...)."""
         guide = None if self.guide is None else self.guide.flatten(0, 1)
-        return Rows(self.features.flatten(0, 1), guide)
+        lengths = None if self.lengths is None else self.lengths.flatten()
+        return Rows(self.features.flatten(0, 1), guide, None, lengths)
 
     def followed_by(self, others: Rows) -> Rows:
         """These rows, followed by the others."""
-        guide = None
+        guide = lengths = None
         if self.guide is not None and others.guide is not None:
             guide = torch.cat([self.guide, others.guide])
-        return Rows(torch.cat([self.features, others.features]), guide)
+        if self.lengths is not None and others.lengths is not None:
+            lengths = torch.cat([self.lengths, others.lengths])
+        return Rows(torch.cat([self.features, others.features]), guide, None, lengths)
 
 
 class Logits:
@@ -77,6 +86,8 @@ class Logits:
         common: dict[str, Any] = {"sides": "rows", "ceiling": self.ceiling, "group": self.group}
         if x.guide is not None:
             common["guide"] = x.guide if y is None else (x.guide, y.guide)
+        if y is not None:
+            common |= {"row_weight": x.weight, "col_lengths": y.lengths}
         columns_of = None if y is None else y.features
         rows, columns = split_logsumexp(x.features, columns_of, self.scale, **(common | options))
         return self._weighted(rows), None if columns is None else self._weighted(columns)
@@ -85,7 +96,8 @@ class Logits:
         """Log-sum-exp of each row of x over all rows of y, (m,)."""
         if self.ceiling is not None:
             return self.split(x, y, ids=(no_ids(x), no_ids(y)), group=group)[0].negative
-        rows, _ = logsumexp(x.features, y.features, self.scale, sides="rows", group=group)
+        tokens: dict[str, Any] = {"row_weight": x.weight, "col_lengths": y.lengths}
+        rows, _ = logsumexp(x.features, y.features, self.scale, sides="rows", group=group, **tokens)
         return self._corrected(rows)
 
     def over_hard_of_others(self, x: Rows, hard: Rows) -> Tensor:
@@ -96,7 +108,7 @@ class Logits:
 
     def over_hard(self, x: Rows, hard: Rows) -> Tensor:
         """Log-sum-exp of each row i of x over its `hard[i]` (k, d), (m,)."""
-        logits = hard_products(x.features, hard.features) * self.scale
+        logits = _similarities(x, hard) * self.scale
         if self.ceiling is not None:
             compared = logits
             if x.guide is not None and hard.guide is not None:
@@ -130,32 +142,70 @@ def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) 
     x, y = (
         rows.features.detach() if rows.guide is None else rows.guide for rows in (query, positive)
     )
-    similarity = row_products(x, y)
+    if x.dim() == 3:
+        own = Rows(
+            y[:, None], None, None, None if positive.lengths is None else positive.lengths[:, None]
+        )
+        similarity = _similarities(query._replace(features=x), own)[:, 0]
+        sizes = [torch.linalg.vector_norm(t, dim=2, dtype=similarity.dtype) for t in (x, y)]
+        size = sizes[0].sum(1) * sizes[1].amax(1)
+        size = size if query.weight is None else size * query.weight
+    else:
+        similarity = row_products(x, y)
+        size = row_products(x, x).sqrt() * row_products(y, y).sqrt()
     share = similarity.abs() if strategy == "relative" else 1
     # A sum of d products is rounded in a different order here than in a tile.
-    rounding = torch.finfo(similarity.dtype).eps * math.sqrt(x.shape[1])
-    tie = rounding * row_products(x, x).sqrt() * row_products(y, y).sqrt()
-    return similarity + margin * share + tie
+    rounding = torch.finfo(similarity.dtype).eps * math.sqrt(x.shape[-1])
+    return similarity + margin * share + rounding * size
+
+
+def _similarities(query: Rows, hard: Rows) -> Tensor:
+    """The similarities of each row i of the queries with `hard[i]`, (b, k)."""
+    x, y = query.features, hard.features
+    if x.dim() == 2:
+        return hard_products(x, y)
+    numbers = y[:1].numel() + y.shape[1] * y.shape[2] * x.shape[1]
+    scores = _in_chunks(_largest_products, numbers, x, y, hard.lengths)
+    return scores if query.weight is None else scores * query.weight[:, None].to(scores.dtype)
 
 
 def hard_products(query: Tensor, hard: Tensor) -> Tensor:
     """<query_i, hard_ik> of (b, d) and (b, k, d), (b, k), in the accumulator's dtype."""
+    return _in_chunks(_products, hard[:1].numel(), query.unsqueeze(1), hard).squeeze(1)
+
+
+def _in_chunks(function: Callable[..., Tensor], numbers: int, *tensors: Tensor | None) -> Tensor:
+    """A function of rows, on some of them at a time; a row takes so many numbers."""
     if not torch.compiler.is_compiling() and transforms_active():
-        return _products(query, hard)  # torch.func does not take checkpoints
-    rows = max(1, CHUNK // max(1, hard[:1].numel()))
+        return function(*tensors)  # torch.func does not take checkpoints
+    rows = max(1, CHUNK // max(1, numbers))
+    split = [[None] if t is None else t.split(rows) for t in tensors]
+    count = max(map(len, split))
     chunks = [
-        # Checkpointed, to keep the logits only and not the converted features.
-        checkpoint(_products, q, n, use_reentrant=False, preserve_rng_state=False)
-        for q, n in zip(query.split(rows), hard.split(rows), strict=True)
+        # Checkpointed, to keep the results only and not the converted features.
+        checkpoint(function, *each, use_reentrant=False, preserve_rng_state=False)
+        for each in zip(
+            *(parts * count if parts == [None] else parts for parts in split), strict=True
+        )
     ]
     return torch.cat(chunks)
 
 
 def _products(query: Tensor, hard: Tensor) -> Tensor:
+    """<query_il, hard_ik>, (b, l, k), in the accumulator's dtype."""
     dtype = accumulator_dtype(query.dtype)
     kind = query.device.type  # autocast does not know meta
     with nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
-        return torch.bmm(hard.to(dtype), query.to(dtype).unsqueeze(2)).squeeze(2)
+        return torch.bmm(query.to(dtype), hard.to(dtype).transpose(1, 2))
+
+
+def _largest_products(query: Tensor, hard: Tensor, lengths: Tensor | None) -> Tensor:
+    """Sums over tokens of (b, l, d) of the largest product with a token of (b, n, k, d), (b, n)."""
+    products = _products(query, hard.flatten(1, 2)).unflatten(2, hard.shape[1:3])  # (b, l, n, k)
+    if lengths is not None:
+        padding = torch.arange(hard.shape[2], device=hard.device) >= lengths[..., None]
+        products = products.masked_fill(padding[:, None], -torch.inf)
+    return products.max(3).values.sum(1)
 
 
 def sum_of_candidates(
