@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.gradient_cache.batches import Feed, Key, MicroBatch, filled
@@ -104,6 +105,8 @@ class CachedOutputs:
         of_batch, by_length = self._feed.sorted_by(key)
         divided = [micro_batch.of(of_batch) for micro_batch in micro_batches]
         encoded = [self._feed.encoded(rows) for rows in divided]
+        if len({tensor.shape[1:2] for tensor in tensors}) > 1:
+            tensors = _lengthened(tensors)
         shapes = [tuple(tensor.shape) for tensor in tensors]
         if shapes == [(n, *shapes[0][1:]) for n in encoded] and set(shapes) != {(1,)}:
             self.per_sample.add(key)
@@ -130,11 +133,14 @@ class CachedOutputs:
     def arguments(self) -> tuple[list[Any], dict[Any, Any]]:
         """Return the loss's positional and keyword arguments."""
         values = [*self.cached.values()]
+        is_tuple = not self._by_keyword and self._empty is None and len(values) > 1
+        if self._single and is_tuple:  # such as late interaction's tokens and mask
+            return [tuple(values)], {}
         if self._single and (len(values) != 1 or values[0] is None):
             got = ", ".join(type(value).__name__ for value in values)
             raise TypeError(
-                "encoders: with several encoders each must return one tensor (or outputs= select "
-                f"one), but {self._name} returned ({got})"
+                "encoders: with several encoders each must return one tensor or a tuple (or "
+                f"outputs= select one), but {self._name} returned ({got})"
             )
         if self._empty is not None and not self._single:
             return [filled(self._empty, self.cached)], {}
@@ -185,12 +191,28 @@ class CachedOutputs:
             if key in self.per_sample:
                 rows = micro_batch.of(self._feed.sorted_by(key)[0])
                 outputs.append(output[: rows.stop - rows.start])  # no row if it is idle
+                own = gradient[rows]
+                if own.shape[1:] != output.shape[1:]:  # it was `_lengthened`
+                    own = own[:, : output.shape[1]]
                 # From the host it is copied while the backward pass is being launched.
-                gradients.append(gradient[rows].to(output, non_blocking=True))
+                gradients.append(own.to(output, non_blocking=True))
             else:  # every micro-batch reaches the same parameters, for DDP
                 outputs.append(output)
                 gradients.append(gradient if last else torch.zeros_like(gradient))
         return outputs, gradients
+
+
+def _lengthened(tensors: list[Tensor]) -> list[Tensor]:
+    """Outputs of tokens (rows, tokens, ...) as long as the longest, with zeros at the end.
+
+    Micro-batches of texts of similar lengths differ in their number of tokens; the loss gets a mask
+    of those that count (rows, tokens), in which zeros are none. Others are returned as they are.
+    """
+    first = tensors[0]
+    if first.dim() < 3 and (first.dim() < 2 or first.is_floating_point()):
+        return tensors
+    longest = max(tensor.shape[1] for tensor in tensors)
+    return [F.pad(t, [0, 0] * (t.dim() - 2) + [0, longest - t.shape[1]]) for t in tensors]
 
 
 def to_host(tensor: Tensor) -> Tensor:

@@ -72,8 +72,9 @@ class GradientCache:
         """Check the arguments.
 
         Args:
-            encoders: a tuple of callables, one per batch, each returning a tensor; or one callable
-                that takes all batches and returns a tensor, a tuple or a mapping of tensors. A
+            encoders: a tuple of callables, one per batch, each returning a tensor, or a tuple that
+                reaches the loss as one argument (such as tokens and mask); or one callable that
+                takes all batches and returns a tensor, a tuple or a mapping of tensors. A
                 tuple reaches the loss by position, a dict by keyword, another mapping (Hugging
                 Face's ModelOutput) as one object of its class. A `None` keeps its position, but is
                 left out of a dict. A tensor has a row per sample, or shape () or (1,) and one value
