@@ -34,6 +34,17 @@ def run_here(script: str, *words: str) -> None:
             runpy.run_path(sys.argv[0], run_name="__main__")
 
 
+def test_late_interaction(tmp_path: Path) -> None:
+    output = tmp_path / "maxsim.json"
+    shown = run("maxsim.py", "--device=cpu", "--shape", "4", "3", "5", "8", f"--output={output}")
+    assert "megabatch" in shown
+    rows = json.loads(output.read_text())["records"]
+    assert [(row["contender"], row["status"]) for row in rows] == [
+        ("megabatch", "measured"),
+        ("dense", "measured"),
+    ]
+
+
 def test_single_gpu_measures_records_and_is_plotted(tmp_path: Path) -> None:
     output = tmp_path / "r.json"
     wanted = (
