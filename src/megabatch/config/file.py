@@ -31,14 +31,12 @@ _DESCRIPTION = """Train two towers on pairs with one contrastive loss over the w
 Name a model and data (--model ViT-B-32 --train-data 'shards/{000..099}.tar'), or a configuration
 (--config quickstart). Options override the configuration, which overrides defaults."""
 
-#: Defaults for a pretrained text encoder, as is usual with BERT and its successors and AdamW.
-FINE_TUNING = {"lr": 2e-5, "wd": 0.01}
+FINE_TUNING = {"lr": 2e-5, "wd": 0.01}  #: defaults for a pretrained text encoder and AdamW
 
 #: The configurations that come with the library, by name.
 _PACKAGED = {file.stem: file for file in Path(__file__).with_name("packaged").glob("*.toml")}
 
-#: The beginning of a data source that is a command.
-COMMAND = "pipe:"
+COMMAND = "pipe:"  #: the beginning of a data source that is a command
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -109,12 +107,14 @@ def _read(name_or_path: str | Path) -> dict[str, Any]:
     name = str(name_or_path)
     try:
         values = tomllib.loads(_PACKAGED.get(name, Path(name)).read_text(encoding="utf-8"))
+        # A boolean is no number: as a word it is refused where one is expected.
+        values = {k: str(v) if isinstance(v, bool) else v for k, v in values.items()}
         make(TrainConfig, values)
     except UsageError as error:
         raise UsageError(f"--config {name}: {error}") from error
     except (OSError, ValueError) as error:  # of the file, of its encoding, of TOML
-        hint = did_you_mean(name, _PACKAGED)
-        raise UsageError(f"--config {name}: cannot be read: {error}{hint}") from error
+        known = f"a file or {' or '.join(sorted(_PACKAGED))}{did_you_mean(name, _PACKAGED)}"
+        raise UsageError(f"--config {name}: cannot be read: {error}; expected {known}") from error
     return values
 
 
