@@ -20,8 +20,8 @@ class MaxSimLoss(InfoNCELoss):
     """Each query's tokens against its own document's, with all other documents as negatives.
 
     The score of a query and a document is the sum over the query's tokens of the largest product
-    with a token of the document, of equal ones the first: ColBERT (Khattab and Zaharia 2020, arXiv
-    2004.12832) and ColPali (Faysse et al. 2024, arXiv 2407.01449). Neither the scores of all pairs
+    with a token of the document, of equal ones the first: ColBERT (Khattab and Zaharia 2020,
+    arXiv 2004.12832), ColPali (Faysse et al. 2024, arXiv 2407.01449). Neither scores of all pairs
     nor products of tokens are stored, and each process keeps its own documents.
 
     Args:
@@ -109,18 +109,18 @@ class MaxSimLoss(InfoNCELoss):
                 each other's negatives.
             temperature: for this call, instead of the constructor's.
         """
-        queries, query_mask = _padded("queries", "query", queries, query_mask, query_cu_seqlens)
-        documents, document_mask = _padded(
+        x, query_mask = _padded("queries", "query", queries, query_mask, query_cu_seqlens)
+        y, document_mask = _padded(
             "documents", "document", documents, document_mask, document_cu_seqlens
         )
         names = ("queries", "documents")
-        check_two(queries, documents, names, tokens=True)
-        check_same_rows(queries, documents, names)
-        self._check_negatives(queries, negatives)
-        weights = check_weights(weights, queries)
-        longest, length, counted = self._agreed(queries, documents, document_mask)
-        query = self._queries(queries, query_mask, longest)
-        positive = _counted(self._documents("document_mask", documents, document_mask), counted)
+        check_two(x, y, names, tokens=True)
+        check_same_rows(x, y, names)
+        self._check_negatives(x, negatives)
+        weights = check_weights(weights, x)
+        longest, length, counted = self._agreed(x, y, document_mask)
+        query = self._queries(x, query_mask, longest)
+        positive = _counted(self._documents("document_mask", y, document_mask), counted)
         positive = _lengthened(positive, length)
         others = None
         if negatives is not None:
@@ -132,8 +132,8 @@ class MaxSimLoss(InfoNCELoss):
             positive,
             others,
             None,
-            self._scale(temperature, queries),
-            check_ids(ids, queries, self.group),
+            self._scale(temperature, x),
+            check_ids(ids, x, self.group),
         )
         return global_mean(losses, self.group, weights, name="queries")
 
