@@ -29,7 +29,7 @@ def _set_default_device(device: Any) -> None:
 
 
 def _of_ours(setter: Callable[[Any], Any]) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
-    """Of a function that returns the value before."""
+    """Getter and setter of one of our settings, whose function returns the value before."""
 
     def get() -> Any:
         before = setter(None)
@@ -78,7 +78,7 @@ def now() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any]) -> dict[str, Any]:
-    """What was otherwise before: by name what it was, and what it is."""
+    """The states that have changed: by name, the value before and the value now."""
     after = now()
     pairs = {name: (before.get(name), after.get(name)) for name in before.keys() | after.keys()}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}

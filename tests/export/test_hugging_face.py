@@ -27,7 +27,7 @@ from tests.models.tiny_clip import save_tiny_clip
 
 transformers: Any = pytest.importorskip("transformers")
 
-# Of several lengths in a batch; the last is longer than the context.
+# The texts have several lengths; the last is longer than the context.
 TEXTS = ["a b c", "d", "e f unknown words", "a b c d e f g h a b c d e f"]
 
 

@@ -69,7 +69,7 @@ def gradients_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def dense_loss(module: Any, data: Batch) -> Tensor:
-    """Of the undivided batch over a dense matrix; texts (b, context, 1 + k) have negatives."""
+    """The undivided batch's loss over a dense matrix; texts (b, context, 1 + k) have negatives."""
     x = module.encode_image(data.images, normalize=True)
     texts = data.texts if data.texts.ndim == 3 else data.texts[..., None]
     y = torch.cat([module.encode_text(t, normalize=True) for t in texts.unbind(2)])

@@ -1,4 +1,4 @@
-"""What a run reports: metrics.jsonl, TensorBoard, lines."""
+"""A run reports to metrics.jsonl, to TensorBoard and in lines on the terminal."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class MaxSimLoss(InfoNCELoss):
         group: see `ContrastiveLoss`.
 
     Raises:
-        ValueError: a margin with both directions, as a score has no meaning with both sides
-            exchanged.
+        ValueError: a margin, or weighted negatives of the batch, with both directions: a score has
+            no meaning with both sides exchanged.
     """
 
     def __init__(
