@@ -116,10 +116,15 @@ def paired(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> Tensor:
 
 
 def ranks(
-    x: Tensor, y: Tensor, target: Tensor, *, ids: tuple[Tensor, Tensor] | None = None
+    x: Tensor,
+    y: Tensor,
+    target: Tensor,
+    *,
+    ids: tuple[Tensor, Tensor] | None = None,
+    col_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `megabatch.similarity.ranks`."""
-    s = x @ y.T
+    s = logits(x, y, col_lengths=col_lengths)
     score = s.gather(1, target[:, None])
     skip = torch.zeros_like(s, dtype=torch.bool).scatter_(1, target[:, None], True)
     if ids is not None:

@@ -89,6 +89,8 @@ WRONG: dict[Callable[..., Any], list[Any]] = {
         ((X, Y, 0), {}, ValueError, ("k", "0")),
         ((X, Y, 1.0), {}, TypeError, ("k", "float")),
         ((X, Y, 1), {"ids": 3}, TypeError, ("ids", "int")),
+        ((X, Y, 1), {"col_lengths": IDS[1]}, ValueError, ("col_lengths", "None", "(m, d)")),
+        ((X[None], Y[None], 1), {"col_lengths": IDS[1]}, ValueError, ("col_lengths", "(1,)")),
     ],
     similarity.ranks: [
         ((X, Y, IDS[1]), {}, ValueError, ("target", "(6,)", "(5,)")),

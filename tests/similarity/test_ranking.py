@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -26,18 +28,20 @@ def some_ids(m: int, n: int) -> tuple[Tensor, Tensor]:
     return torch.randint(-1, 4, (m,), device=DEVICE), torch.randint(-1, 4, (n,), device=DEVICE)
 
 
-def assert_ranks(x: Tensor, y: Tensor, target: Tensor, ids: Ids) -> None:
-    ours = similarity.ranks(x, y, target, ids=ids)
-    truth = dense.ranks(x.double(), y.double(), target, ids=ids)
+def assert_ranks(
+    x: Tensor, y: Tensor, target: Tensor, ids: Ids, lengths: Tensor | None = None
+) -> None:
+    ours = similarity.ranks(x, y, target, ids=ids, col_lengths=lengths)
+    truth = dense.ranks(x.double(), y.double(), target, ids=ids, col_lengths=lengths)
     for a, b in zip(ours, truth, strict=True):
         assert a.dtype == torch.int64
         assert torch.equal(a, b)
 
 
-def assert_topk(x: Tensor, y: Tensor, k: int, ids: Ids) -> None:
+def assert_topk(x: Tensor, y: Tensor, k: int, ids: Ids, lengths: Tensor | None = None) -> None:
     """The scores are the largest ones, each of another column; a missing one is -inf, of -1."""
-    scores, indices = similarity.topk(x, y, k, ids=ids)
-    truth = x.double() @ y.double().T
+    scores, indices = similarity.topk(x, y, k, ids=ids, col_lengths=lengths)
+    truth = dense.logits(x.double(), y.double(), col_lengths=lengths)
     if ids is not None:
         truth.masked_fill_(dense.equal_ids(truth, ids), -torch.inf)
     assert torch.equal(scores.double(), truth.topk(k, dim=1).values)
@@ -67,6 +71,21 @@ def test_many_blocks(m: int, n: int, d: int, k: int, with_ids: bool) -> None:
         assert_ranks(wide[0], wide[1], wide[2], (wide[3], wide[4]) if with_ids else None)
 
 
+@pytest.mark.parametrize("with_ids", [False, True])
+@pytest.mark.parametrize(("m", "n", "k"), [(40, 130, 3), (3, 70, 70), (1, 1, 1)])
+def test_late_interaction(m: int, n: int, k: int, with_ids: bool) -> None:
+    """Tokens of whole numbers, for exact sums and ties; some candidates have no token."""
+    for dtype in DTYPES:
+        x, y = whole_numbers(3 * m, 5 * n, 6, dtype)
+        x, y = x.unflatten(0, (m, 3)), y.unflatten(0, (n, 5))
+        x[::2, 2] = 0  # padding
+        ids = some_ids(m, n) if with_ids else None
+        target = torch.randint(0, n, (m,), device=DEVICE)
+        for lengths in (None, torch.arange(n, device=DEVICE) % 7 % 6):
+            assert_ranks(x, y, target, ids, lengths)
+            assert_topk(x, y, k, ids, lengths)
+
+
 @pytest.mark.parametrize("d", [37, 200])
 def test_a_target_neither_beats_nor_equals_itself(d: int) -> None:
     for dtype in DTYPES:
@@ -85,13 +104,25 @@ def test_a_target_neither_beats_nor_equals_itself(d: int) -> None:
         assert above[best].sum() == equal[best].sum() == 0
 
 
-@pytest.mark.parametrize(("m", "n", "d"), [(63, 1027, 64), (3, 31, 511), (2, 333, 64), (1, 9, 7)])
-def test_equal_columns_tie_whatever_their_number(m: int, n: int, d: int) -> None:
+@pytest.mark.parametrize(
+    ("m", "n", "shapes"),
+    [
+        *((m, n, [(d,), (d,)]) for m, n, d in [(63, 1027, 64), (3, 31, 511), (2, 333, 64)]),
+        *((m, n, [(5, d), (k, d)]) for m, n, k, d in [(9, 333, 7, 64), (2, 333, 1, 64)]),
+        (1, 9, [(7,), (7,)]),
+        (3, 70, [(32, 128), (30, 128)]),
+    ],
+)
+def test_equal_columns_tie_whatever_their_number(m: int, n: int, shapes: list[Any]) -> None:
     """A collapsed model has such scores."""
-    feature = torch.randn(1, d, generator=torch.Generator().manual_seed(d))
-    feature = torch.nn.functional.normalize(feature)
+    generator = torch.Generator().manual_seed(shapes[0][-1])
+    features = [torch.randn(1, *shape, generator=generator) for shape in shapes]
+    features = [torch.nn.functional.normalize(t, dim=-1) for t in features]
     for dtype in DTYPES[-3:]:
-        x, y = (feature.to(DEVICE, dtype).repeat(rows, 1) for rows in (m, n))
+        x, y = (
+            t.to(DEVICE, dtype).repeat_interleave(rows, 0)
+            for t, rows in zip(features, (m, n), strict=True)
+        )
         for target in (0, n - 1):
             above, equal = similarity.ranks(x, y, torch.full((m,), target, device=DEVICE))
             assert above.sum() == 0

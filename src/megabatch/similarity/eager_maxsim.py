@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megabatch.similarity import settings
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.eager import BUFFERS, SoftmaxTiles, logits
+from megabatch.similarity.eager import BUFFERS, SoftmaxTiles, logits, whole_groups
 from megabatch.similarity.matrix import Matrix, strips
 
 #: Queries and documents of a block of logits.
@@ -83,6 +83,11 @@ class MaxSimTiles(SoftmaxTiles):
                 used = end
         return blocks
 
+    def scores(self, i: slice, j: slice) -> Tensor:
+        """The logits of a block without scale and weights, (m, n), in which equal columns tie."""
+        m, n = i.stop - i.start, j.stop - j.start
+        return self._sums(i, j, self.x.new_empty(m, n, dtype=accumulator_dtype(self.x.dtype)))
+
     def _logits(self, i: slice, j: slice, out: Tensor) -> Tensor:
         places = self._saved_places.get((i.start, j.start))
         return self._weighted(self._sums(i, j, out, places), i).mul_(self.scale)
@@ -130,16 +135,19 @@ class MaxSimTiles(SoftmaxTiles):
             largest = x.new_full((len(x), count), -torch.inf, dtype=out.dtype)
             for k in strips(y.shape[1], TILE[1]):
                 tokens, padding = self._tokens(y[docs, k]), None
+                size, tokens = len(tokens), whole_groups(tokens)
                 if lengths is not None:
                     positions = torch.arange(k.start, k.stop, device=y.device)
                     padding = positions >= lengths[j][docs, None]
                 for rows in strips(len(x), TILE[0]):
-                    products = logits(x[rows], tokens).unflatten(1, (count, -1))
+                    products = logits(x[rows], tokens)[:, :size].unflatten(1, (count, -1))
                     if padding is not None:
                         products.masked_fill_(padding, -torch.inf)
                     found = None if places is None else places[rows, docs]
                     _merge_largest(largest[rows], found, products, k.start)
-            out[:, docs] = largest.unflatten(0, (-1, self.x.shape[1])).sum(1)
+            # In float64, as the order of the sum differs between columns, and with padding.
+            sums = largest.unflatten(0, (-1, self.x.shape[1])).sum(1, dtype=torch.float64)
+            out[:, docs] = sums
         return out
 
     def _add_gradients(

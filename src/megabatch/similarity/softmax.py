@@ -111,7 +111,7 @@ def logsumexp(
         CommunicationError: another process is gone, or did not make its call in time.
     """
     both = _both(sides)
-    weight, lengths = _check_matrix(x, y, row_weight, col_lengths)
+    weight, lengths = check_matrix(x, y, row_weight, col_lengths)
     x, y = cast_for_autocast(x, y)
     tensors = x, y, check_scalar("scale", scale, x), *[None] * 6, weight, lengths, PLAIN
     rows, columns, *_ = logsumexps(
@@ -199,7 +199,7 @@ def split_stacks(
     `terms`: a description of more on which all processes must agree; if it differs, each raises.
     """
     both = _both(sides)
-    weight, lengths = _check_matrix(x, y, row_weight, col_lengths)
+    weight, lengths = check_matrix(x, y, row_weight, col_lengths)
     if y is None:
         (x,) = cast_for_autocast(x)
     else:
@@ -234,15 +234,23 @@ def split_stacks(
     return Stacks(row_stack, columns, sizes[0].sum() if operands.group else None)
 
 
-def _check_matrix(
-    x: Tensor, y: Tensor | None, row_weight: Tensor | None, col_lengths: Tensor | None
+def check_matrix(
+    x: Tensor,
+    y: Tensor | None,
+    row_weight: Tensor | None,
+    col_lengths: Tensor | None,
+    *,
+    autocast: bool = True,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Check features (m, d), or with y of late interaction; returns its weights and lengths."""
+    """Check features (m, d), or with y of late interaction; returns its weights and lengths.
+
+    `autocast`: as in `check_two`.
+    """
     tokens = y is not None and isinstance(x, Tensor) and x.dim() == 3
     if y is None:
         check_features("x", x)
     else:
-        check_two(x, y, tokens=tokens)
+        check_two(x, y, tokens=tokens, autocast=autocast)
     for name, value in (("row_weight", row_weight), ("col_lengths", col_lengths)):
         if value is not None and not tokens:
             raise ValueError(f"{name}: expected None for x of shape (m, d), got a tensor")
@@ -400,7 +408,7 @@ def _new_saved(o: Operands, ranks: int) -> Tensor:
     if not o.save or o.teacher_scale is not None or (tokens and ranks):
         return o.x.new_empty(0)
     if ranks == 0:
-        count = _maxsim_tiles(o.x).saved_numbers if tokens else saved_logits
+        count = maxsim_tiles(o.x).saved_numbers if tokens else saved_logits
         size = count(o.x, columns, limits.workspace)
         return o.x.new_empty(size, dtype=accumulator_dtype(o.x.dtype))
     rows = schedule.saved_rows(columns, ranks, limits.gather)
@@ -430,7 +438,7 @@ def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
     matrix, orders = Matrix(rows, cols, o.diagonal, start, start, o.y is None), Orders()
     if o.x.dim() == 3:
         options = {"scale": o.scale, "saved": saved if ranks is None else saved[:0]}
-        return Sweep(matrix, orders, partial(_maxsim_tiles(o.x), **options), ranks)
+        return Sweep(matrix, orders, partial(maxsim_tiles(o.x), **options), ranks)
     tiles: Any = SoftmaxTiles if o.teacher_scale is None else SoftTargetTiles
     options = {"scale": o.scale}
     if o.teacher_scale is not None:
@@ -443,7 +451,7 @@ def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
     return Sweep(matrix, orders, partial(tiles, **options), ranks)
 
 
-def _maxsim_tiles(x: Tensor) -> Any:
+def maxsim_tiles(x: Tensor) -> Any:
     """Tiles of late interaction; the kernels take 16-bit features of up to `WIDEST` numbers."""
     if not (backends.uses_kernels(x) and x.element_size() == 2 and x.shape[2] <= WIDEST):
         return MaxSimTiles

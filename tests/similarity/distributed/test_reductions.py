@@ -172,14 +172,18 @@ def test_they_compile_as_one_node(world: World) -> None:
 
 @on_devices(2)
 def test_ranks_and_topk_over_the_columns_of_all_processes(world: World) -> None:
-    sizes = [3, 5]
-    x, y = (torch.randint(-1, 2, (8, D)).double() for _ in range(2))  # with ties
-    target, own = torch.randint(0, 8, (8,)), [world.shard(t, sizes) for t in (x, y)]
-    truth = similarity.ranks(x, y, target, group="local")
-    best, _ = similarity.topk(x, y, 4, group="local")
-    for size in (None, 6 * D * 8):  # at once and in rounds
-        with transferring(rounds=size):
-            found = similarity.ranks(*own, world.shard(target, sizes))
-            scores, _ = similarity.topk(*own, 4)
-        assert all(torch.equal(a, world.shard(b, sizes)) for a, b in zip(found, truth, strict=True))
-        assert torch.equal(scores, world.shard(best, sizes))
+    sizes, target = [3, 5], torch.randint(0, 8, (8,))
+    lengths = torch.randint(0, 4, (8,))
+    for tokens in ((), (3,)):  # late interaction, too
+        options = [{}, {"col_lengths": lengths}][len(tokens)]
+        x, y = (torch.randint(-1, 2, (8, *tokens, D)).double() for _ in range(2))  # with ties
+        truth = similarity.ranks(x, y, target, group="local", **options)
+        best, _ = similarity.topk(x, y, 4, group="local", **options)
+        own = [world.shard(t, sizes) for t in (x, y)]
+        shards = {name: world.shard(value, sizes) for name, value in options.items()}
+        for size in (None, 6 * D * 8):  # at once and in rounds
+            with transferring(rounds=size):
+                found = similarity.ranks(*own, world.shard(target, sizes), **shards)
+                scores, _ = similarity.topk(*own, 4, **shards)
+            for a, b in zip((*found, scores), (*truth, best), strict=True):
+                assert torch.equal(a, world.shard(b, sizes))
