@@ -99,7 +99,7 @@ def test_errors_by_token_are_those_of_float32_maxima(dtype: torch.dtype) -> None
     truth = gradients(torch.float64, ours=False)
     careful = [t.to(dtype) for t in gradients(torch.float32, ours=False)]
     for mine, theirs, exact in zip(gradients(dtype, ours=True), careful, truth, strict=True):
-        assert row_errors(mine, exact).max() <= 1.5 * row_errors(theirs, exact).max()
+        assert row_errors(mine, exact).max() <= 2 * row_errors(theirs, exact).max()
 
 
 def test_refusals() -> None:
