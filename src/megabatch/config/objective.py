@@ -11,6 +11,7 @@ import megabatch.losses
 from megabatch.errors import UsageError
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import own_code
+from megabatch.models.padding import counted
 from megabatch.options import is_reference
 
 
@@ -20,7 +21,7 @@ class Objective(nn.Module):
     Args:
         loss: called as `loss(image_features, text_features, **others)`.
         takes: the names of the others, among "logit_scale", "temperature" (its inverse),
-            "logit_bias", "ids" and "negatives".
+            "logit_bias", "ids", "negatives" and "negative_mask".
     """
 
     def __init__(self, loss: Callable[..., Tensor], takes: Collection[str]) -> None:
@@ -39,16 +40,25 @@ class Objective(nn.Module):
     ) -> Tensor:
         """The loss of normalised features (b, d), with scale and bias of shape () or (1,).
 
+        Features of tokens (b, length, d) go to the loss in tuples with their masks.
+
         Args:
             ids: (b,) int64, equal for equal captions; on any device.
-            negative_features: (b, k, d), normalised, of each pair's hard negatives.
+            negative_features: (b, k, d), normalised, of each pair's hard negatives; of tokens
+                (b, length, k, d).
         """
         others: dict[str, Any] = {"logit_scale": logit_scale, "logit_bias": logit_bias}
         others["temperature"] = logit_scale.reciprocal()
         for name, value in (("ids", ids), ("negatives", negative_features)):
             if value is not None:
                 others[name] = value.to(image_features.device, non_blocking=True)
-        return self.loss(image_features, text_features, **{n: others[n] for n in self.takes})
+        sides: list[Any] = [image_features, text_features]
+        if image_features.dim() == 3:
+            sides = [(features, counted(features)) for features in sides]
+            if negative_features is not None:
+                negatives = others["negatives"].transpose(1, 2)
+                others |= {"negatives": negatives, "negative_mask": counted(negatives)}
+        return self.loss(*sides, **{n: others[n] for n in self.takes})
 
 
 def create_objective(config: Any, *, group: Any = None) -> Objective:
@@ -67,7 +77,7 @@ def create_objective(config: Any, *, group: Any = None) -> Objective:
         if config.duplicates != "negatives":
             takes.add("ids")
         if config.hard_negatives:
-            takes.add("negatives")
+            takes |= {"negatives", "negative_mask"} if entry.multi_vector else {"negatives"}
             arguments |= entry.negatives or {}
         if "temperature" in takes:
             arguments["temperature"] = 1.0  # each call gives the model's own

@@ -51,6 +51,9 @@ class TrainConfig:
     the last. Default: that of the folder if sentence-transformers saved it, or mean."""
     hf_share: bool = True
     """One encoder for both sides of hf: models for pairs of texts, or two that start equal."""
+    maxsim_dim: PositiveInt | None = None
+    """With --loss maxsim: width of a token's feature. Default: that of the folder's projection if
+    sentence-transformers saved it as a MultiVectorEncoder, or 128."""
     lock_image: bool = False
     """Freeze the image tower (LiT). A tower that is all frozen runs once, in evaluation mode."""
     lock_image_unlocked_groups: NonNegativeInt = 0
@@ -99,7 +102,7 @@ class TrainConfig:
 
     loss: Annotated[str, Field(description=_LOSSES)] = "clip"
     duplicates: Literal["negatives", "positives", "ignored"] = "negatives"
-    """Pairs of one caption; positives: clip and siglip only, ignored: clip and infonce only."""
+    """Pairs of one caption; positives: clip and siglip only, ignored: clip, infonce and maxsim."""
     label_smoothing: Share = 0.0
     """For the clip loss: share of each target that is spread evenly over all columns."""
     infonce_margin: float | None = None
@@ -107,7 +110,7 @@ class TrainConfig:
     hard_negatives: NonNegativeInt = 0
     """Hard negatives of each pair, from the table's columns (--csv-negative-key): wrong answers for
     every first input in the batch. From a row with more, each epoch draws others; a row with fewer
-    is left out and counted. For the infonce loss."""
+    is left out and counted. For the infonce and maxsim losses."""
     matryoshka_dims: tuple[PositiveInt, ...] = ()
     """Widths of prefixes of the features; the loss is the sum over them."""
 
@@ -203,6 +206,7 @@ _USED_WITH = (
     ("lr_cooldown", "lr_scheduler", ("const-cooldown", "wsd")),
     ("label_smoothing", "loss", losses_with("label_smoothing")),
     ("infonce_margin", "loss", losses_with("infonce_margin")),
+    ("maxsim_dim", "loss", ("maxsim",)),
 )
 
 
@@ -244,6 +248,10 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{given}: expected {' or '.join(supported)} with --loss {config.loss}"
     if config.hard_negatives and loss and loss.negatives is None:
         yield f"--hard-negatives {config.hard_negatives}: expected 0 with --loss {config.loss}"
+    if loss and loss.multi_vector:
+        for name in ("matryoshka_dims", "lock_image", "lock_text"):
+            if getattr(config, name):
+                yield f"{option(name)}: expected without --loss {config.loss}"
     if config.label_smoothing and config.duplicates == "ignored":
         yield f"--label-smoothing {config.label_smoothing}: expected 0 with --duplicates ignored"
     text = config.lock_text and not config.lock_text_unlocked_layers

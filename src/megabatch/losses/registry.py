@@ -31,6 +31,8 @@ class LossEntry:
     #: Further arguments of the constructor with `--hard-negatives`, when `forward` takes
     #: `negatives`; None: the loss takes none.
     negatives: Mapping[str, Any] | None = None
+    #: Whether it compares tokens: models give (b, tokens, d), and further arguments are masks.
+    multi_vector: bool = False
 
 
 #: By the value of `--loss`.
@@ -61,6 +63,14 @@ TRAINABLE = {
         duplicates={"negatives": {}, "ignored": {}},
         settings={"infonce_margin": "margin"},
         negatives={"share_negatives": True},  # of all queries, as in sentence-transformers
+    ),
+    "maxsim": LossEntry(
+        "MaxSimLoss",
+        summary="infonce with a feature for each token of the texts (late interaction)",
+        takes=("temperature",),
+        duplicates={"negatives": {}, "ignored": {}},
+        negatives={"share_negatives": True},
+        multi_vector=True,
     ),
     "ntxent": LossEntry(
         "NTXentLoss",

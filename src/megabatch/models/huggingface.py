@@ -6,11 +6,12 @@ import copy
 import functools
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError, plural
@@ -31,6 +32,16 @@ _SAVED: dict[str, Pooling] = {
     **{"pooling_mode_lasttoken": "last", "mean": "mean", "cls": "cls", "lasttoken": "last"},
 }
 _WITHOUT_EFFECT = {"Transformer", "Pooling", "Normalize"}  # on pooled features
+
+#: Features of a token, unless a folder or --maxsim-dim says otherwise: ColBERT's.
+TOKEN_DIM = 128
+#: Modules of a MultiVectorEncoder of sentence-transformers, and their settings in a run.
+MULTI_VECTOR = ("Transformer", "Dense", "MultiVectorMask", "Normalize")
+_PLAIN: dict[str, Any] = {
+    **{"query_expansion": None, "skiplist_words": [], "keep_only_token_ids": None},
+    **{"bias": False, "activation_function": "torch.nn.modules.linear.Identity"},
+    "use_residual": False,
+}
 
 
 def read_config(folder: Path) -> Any:
@@ -68,16 +79,18 @@ def read_model(folder: Path, config: Any) -> Any:
 class FolderTokenizer:
     """A Hugging Face tokenizer that each process loads for itself, so it is cheap to pickle.
 
-    folder: of its files; pad: its padding token; context_length: tokens per text.
+    folder: of its files; pad: its padding token; context_length: tokens per text; prompt: put
+    before each text.
     """
 
     folder: Path
     pad: int
     context_length: int
+    prompt: str = ""
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         """Tokenise texts to int64 (n, context_length), truncated or padded to that length."""
-        batch = [texts] if isinstance(texts, str) else list(texts)
+        batch = [self.prompt + text for text in ([texts] if isinstance(texts, str) else texts)]
         if not batch:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
         encoded = _load_tokenizer(self.folder)(
@@ -138,19 +151,28 @@ def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Tower
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, for another task: no feature uses it
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
-    first = TextEncoder(encoder, tokenizer.pad, options.hf_pooling or saved_pooling(folder))
+    query = tokenizer
+    if options.multi_vector:
+        options.refuse(f"{name} with --loss maxsim", "hf_pooling")
+        head, prompts = read_head(folder, config, options.maxsim_dim)
+        query = replace(tokenizer, prompt=prompts.get("query") or "")
+        tokenizer = replace(tokenizer, prompt=prompts.get("document") or "")
+        first: nn.Module = TokenEncoder(encoder, tokenizer.pad, head)
+    else:
+        first = TextEncoder(encoder, tokenizer.pad, options.hf_pooling or saved_pooling(folder))
     second = None if options.hf_share else copy.deepcopy(first)
     module = TwoTowers(first, second, options, scale=20)  # common for sentence encoders
     lengths = functools.partial(without_padding, pad=tokenizer.pad)
     return Towers(
         name,
         module,
-        tokenizer.of_one,
-        tokenizer.of_one,
+        query.of_one,
+        query.of_one,
         tokenizer,
-        int(config.hidden_size),
+        head.out_features if options.multi_vector else int(config.hidden_size),
         first="text",
         lengths={"image": lengths, "text": lengths} if config.model_type in MASKED_KINDS else {},
+        multi_vector=options.multi_vector,
     )
 
 
@@ -168,9 +190,81 @@ class TextEncoder(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         """Features (n, hidden size), not normalised, of tokens, int64 (n, context_length)."""
-        mask = text != self.pad
-        states: Tensor = self.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state
-        return pool(states, mask, self.pooling)
+        return pool(*_states(self, text), self.pooling)
+
+
+class TokenEncoder(nn.Module):
+    """A transformer whose last hidden states are projected to a feature of each token (ColBERT).
+
+    All of the tokenizer's tokens count, special ones too: there are no query expansion and no
+    skiplist.
+    """
+
+    def __init__(self, encoder: Any, pad: int, projection: nn.Linear) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.pad = pad
+        self.projection = projection
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Features (n, context_length, d) of tokens, int64 (n, context_length), zeros for padding.
+
+        They are float32 and not normalised.
+        """
+        states, mask = _states(self, text)
+        # Unlike a half, float32 has zeros that F.normalize leaves as they are.
+        features: Tensor = self.projection(states).float()
+        return features.masked_fill(~mask[..., None], 0)
+
+
+def _states(module: TextEncoder | TokenEncoder, text: Tensor) -> tuple[Tensor, Tensor]:
+    """The last hidden states (n, context_length, hidden size), and the mask, false for padding."""
+    mask = text != module.pad
+    return module.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state, mask
+
+
+def read_head(folder: Path, config: Any, dim: int | None) -> tuple[nn.Linear, dict[str, str]]:
+    """The projection of tokens' states, and prompts, of a folder that a MultiVectorEncoder saved.
+
+    For another folder, a random projection, as sentence-transformers makes it, and no prompts.
+
+    Raises:
+        UsageError: the folder is one of PyLate's or ColBERT's, it has settings that a run does not
+            know, or its projection has another width than `dim`.
+    """
+    path = folder / "config_sentence_transformers.json"
+    saved = _read_json(path) if path.is_file() else {}
+    kind = "ColBERT" if "HF_ColBERT" in (config.architectures or ()) else saved.get("model_type")
+    if kind == "ColBERT":
+        raise UsageError(
+            f"--model: {folder} has the format of ColBERT or PyLate; expected that of "
+            "sentence-transformers: MultiVectorEncoder(PATH).save_pretrained(FOLDER) converts it"
+        )
+    if kind != "MultiVectorEncoder":
+        return nn.Linear(config.hidden_size, dim or TOKEN_DIM, bias=False), {}
+    listed = _read_json(folder / "modules.json")
+    modules = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
+    settings = _read_json(folder / "sentence_bert_config.json")
+    for _, place in modules[1:]:
+        settings |= _read_json(folder / place / "config.json")
+    found = [name for name, _ in modules]
+    other = [f"{n} {settings[n]}" for n in _PLAIN if settings.get(n, _PLAIN[n]) != _PLAIN[n]]
+    if other or sorted(found) != sorted(MULTI_VECTOR):
+        raise UsageError(
+            f"--model: sentence-transformers' files in {folder} name {', '.join(found + other)}; "
+            f"expected {', '.join(MULTI_VECTOR)}, a projection alone, without query expansion and "
+            "skiplist"
+        )
+    weight = load_file(folder / dict(modules)["Dense"] / "model.safetensors")["linear.weight"]
+    if dim not in (None, len(weight)):
+        raise UsageError(f"--maxsim-dim {dim}: the projection in {folder} gives {len(weight)}")
+    projection = nn.Linear(weight.shape[1], len(weight), bias=False)
+    projection.weight = nn.Parameter(weight.float())
+    return projection, saved.get("prompts") or {}
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def saved_pooling(folder: Path) -> Pooling:
@@ -181,10 +275,10 @@ def saved_pooling(folder: Path) -> Pooling:
     """
     if not (folder / "modules.json").is_file():
         return "mean"
-    modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
+    modules = _read_json(folder / "modules.json")
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
     path = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = _read_json(path)
     modes = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
     modes += filter(None, [config.get("pooling_mode")])
     if len(modes) != 1 or modes[0] not in _SAVED or {*kinds} - _WITHOUT_EFFECT:

@@ -56,6 +56,11 @@ def trimmed(tokens: Tensor, lengths: Lengths) -> Tensor:
     return tokens[:, : -(-int(lengths(tokens).max()) // 8) * 8]
 
 
+def counted(features: Tensor) -> Tensor:
+    """The mask (n, length), bool, of features (n, length, d) that are zeros where none counts."""
+    return features.ne(0).any(-1)
+
+
 def pool(states: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
     """Features (n, d): the mean over a text's tokens, its first token's or its last one's.
 

@@ -41,6 +41,8 @@ def create(
     """
     options = options or ModelOptions()
     names.check(name)
+    if options.multi_vector and not names.is_text_encoder(name):
+        raise UsageError(f"--loss maxsim: expected a text encoder (hf:PATH), got --model {name}")
     file = None if pretrained is None else weights.find(Path(pretrained))
     if is_reference(name):
         towers = _create_own(name, options)

@@ -36,6 +36,9 @@ class ModelOptions:
             else the mean.
         hf_share: for pairs of texts, one encoder for both; otherwise two, with equal initial
             weights.
+        multi_vector: for pairs of texts, a feature for each token instead of one per text.
+        maxsim_dim: the width of these features. Default: as a folder has it that
+            sentence-transformers saved as a MultiVectorEncoder, else 128, ColBERT's.
     """
 
     force_patch_dropout: float | None = None
@@ -45,6 +48,8 @@ class ModelOptions:
     init_logit_bias: float | None = None
     hf_pooling: Pooling | None = None
     hf_share: bool = True
+    multi_vector: bool = False
+    maxsim_dim: int | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> ModelOptions:
@@ -52,13 +57,14 @@ class ModelOptions:
 
         With `loss` among the settings, scale and bias start where that loss wants them unless they
         are set: those of "siglip" at 10 and -10, as in the paper (Zhai et al. 2023, arXiv
-        2303.15343) and OpenCLIP.
+        2303.15343) and OpenCLIP. With "maxsim" the model gets a feature for each token.
         """
         names = [field.name for field in fields(cls)]
         chosen = {name: settings[name] for name in names if settings.get(name) is not None}
         if loss := TRAINABLE.get(settings.get("loss", "")):
             starts = {"init_logit_scale": loss.initial_scale, "init_logit_bias": loss.initial_bias}
             chosen = {k: value for k, value in starts.items() if value is not None} | chosen
+            chosen["multi_vector"] = loss.multi_vector
         return cls(**chosen)
 
     def refuse(self, model: str, *names: str) -> None:
@@ -78,6 +84,8 @@ class Towers:
         module: `module(image, text)` returns a dict with `image_features` and `text_features`, both
             (n, embed_dim) and L2-normalised; `logit_scale`, exponentiated, shape () or (1,); and,
             if the model has one, `logit_bias`. An input that is None gives features that are None.
+            If the model is `multi_vector`, features are (n, tokens, embed_dim), of each token, and
+            zeros for padding.
             It has `encode_image(images, normalize=False)`, `encode_text(texts, normalize=False)`
             and the parameter `logit_scale` (a logarithm), like open_clip's models.
         train_transform, eval_transform: one image (or first text) to one tensor for `encode_image`;
@@ -88,6 +96,7 @@ class Towers:
         lengths: for each text tower that takes texts without their padding, the function that tells
             how many tokens a text's features depend on (`megabatch.models.padding`); other towers
             take whole texts only.
+        multi_vector: whether there is a feature for each token, for late interaction.
     """
 
     name: str
@@ -98,14 +107,15 @@ class Towers:
     embed_dim: int
     first: Tower = "image"
     lengths: Mapping[Tower, Lengths] = field(default_factory=dict)
+    multi_vector: bool = False
 
 
 class TwoTowers(nn.Module):
     """Two towers with the interface of `Towers.module`.
 
     Args:
-        visual: images, or first texts, to features (n, d), not normalised.
-        text: tokens to features (n, d), not normalised. None: `visual` encodes both texts.
+        visual: images, or first texts, to features (n, d), or (n, length, d), not normalised.
+        text: tokens to features likewise. None: `visual` encodes both texts.
         options: initial scale and bias; default: no bias.
         scale: the default of the initial scale, before its logarithm; open_clip's.
     """
@@ -127,12 +137,12 @@ class TwoTowers(nn.Module):
         self.logit_bias = None if bias is None else nn.Parameter(torch.tensor(float(bias)))
 
     def encode_image(self, image: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, d) of transformed images."""
+        """Features (n, d) of transformed images; see `Towers` for those of tokens."""
         features = self.visual(image)
         return F.normalize(features, dim=-1) if normalize else features
 
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
-        """Features (n, d) of tokens, int64 (n, context_length)."""
+        """Features (n, d) of tokens, int64 (n, context_length), likewise."""
         features = (self.visual if self.text is None else self.text)(text)
         return F.normalize(features, dim=-1) if normalize else features
 

@@ -115,7 +115,8 @@ class WithNegatives(nn.Module):
     """Towers whose texts come with hard negatives, which go through the text tower with them.
 
     `module(images, texts)` takes texts (m, context, 1 + k), each pair's own and then its negatives,
-    and also returns `negative_features` (m, k, d).
+    and also returns `negative_features` (m, k, d); those of tokens as (m, length, k, d), as
+    GradientCache joins micro-batches of different lengths.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -128,8 +129,10 @@ class WithNegatives(nn.Module):
             return dict(self.module(image, None))
         outputs = dict(self.module(image, text.transpose(1, 2).flatten(0, 1)))
         features = outputs["text_features"].unflatten(0, (len(text), text.shape[2]))
-        both = {"text_features": features[:, 0], "negative_features": features[:, 1:]}
-        return outputs | both
+        own, negatives = features[:, 0], features[:, 1:]
+        if negatives.dim() == 4:
+            negatives = negatives.transpose(1, 2)
+        return outputs | {"text_features": own, "negative_features": negatives}
 
 
 class OneTower(nn.Module):
