@@ -19,22 +19,30 @@ A collapsed model, all of whose features are equal, therefore scores exactly wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch.evaluation.tokens import Features, Tokens, scores, whole_groups
 from megabatch.ranks import all_gather_rows, local_range
-from megabatch.similarity import eager, settings
-from megabatch.similarity.arguments import check_integers, check_same_rows, check_two
+from megabatch.similarity import settings
+from megabatch.similarity.arguments import (
+    accumulator_dtype,
+    check_integers,
+    check_same_rows,
+    check_two,
+)
 from megabatch.similarity.distributed.comm import agree, group_name
+from megabatch.similarity.matrix import strips
 
 # Scores that are in memory at a time, whole rows of them; on a CPU they stay in its cache. Those of
 # 16 rows take less than features, and products of fewer are slow.
 _CPU_SCORES, _GPU_SCORES, _ROWS = 2**22, 2**26, 16
+# Texts whose tokens are padded to the longest of them, and scored, at a time.
+_CPU_TEXTS, _GPU_TEXTS = 256, 1024
 
 
 @dataclass(frozen=True)
@@ -99,42 +107,95 @@ def answers_by_pairs(rows: Tensor, columns: Tensor, m: int, n: int) -> Answers:
     return Answers(one_way(rows, columns, m), one_way(columns, rows, n))
 
 
-def place(
-    x: Tensor, y: Tensor, right: Right, group: object = "local"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Each row's `above`, `equal` and `tied`, int64 (m,); each row must have a right column.
+class Placed(NamedTuple):
+    """Of each row of a matrix, or each column, int64 (m,); nothing of one without a right pair."""
 
-    Equal columns score the same, as all scores of a row are of one product.
+    above: Tensor
+    equal: Tensor
+    tied: Tensor
+
+
+@torch.no_grad()
+def place(
+    x: Features, y: Features, answers: Answers, group: object = "local"
+) -> tuple[Placed, Placed]:
+    """The counts of all rows and of all columns, from two sweeps over the matrix.
+
+    The first one finds the scores of the best right pairs, and leaves out blocks without any.
+    Equal columns score the same, and equal rows.
 
     Args:
-        x: (m, d); y: (n, d); right: their right answers.
-        group: ranks that share the work; each holds all of these tensors, and gets all results.
+        x: (m, d). y: (n, d). Or tokens, whose scores are those of late interaction.
+        answers: their right answers.
+        group: ranks that share the work; each holds all of x and y, and gets all results.
     """
-    height = max(_ROWS, (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // len(y))
-    mine = local_range(len(x), group, block=height)
-    # For the columns left over from groups of 8, MKL uses other kernels, which round differently.
-    padded = F.pad(y, (0, 0, 0, -len(y) % 16))
-    found = [right.counts.new_zeros(0, 3)]
-    for start in range(mine.start, mine.stop, height):
-        rows = slice(start, min(mine.stop, start + height))
-        with settings.without_autocast(x):
-            scores = eager.logits(x[rows], padded)[:, : len(y)]
-        found.append(_place(scores, right.of(rows)))
-    above, equal, tied = all_gather_rows(torch.cat(found), group).unbind(1)
-    return above, equal, tied
+    like = x.features if isinstance(x, Tokens) else x
+    dtype, sizes = accumulator_dtype(like.dtype), (len(x), len(y))
+    best = [like.new_full((size,), -torch.inf, dtype=dtype) for size in sizes]
+    counts = [torch.zeros(3, size, dtype=torch.int64, device=like.device) for size in sizes]
+    sweep = _Sweep(x, y, answers, group)
+    with settings.without_autocast(like):
+        for s, parts, right in sweep.blocks(right_only=True):
+            for of_side, part, index in zip(best, parts, right, strict=True):
+                of_side[part].scatter_reduce_(0, index, s[right], "amax")
+        best = [all_gather_rows(of_side[None], group).amax(0) for of_side in best]
+        for s, parts, right in sweep.blocks():
+            for side, part in enumerate(parts):
+                _count(counts[side][:, part], s, best[side][part], right, side)
+    rows, columns = (Placed(*all_gather_rows(one[None], group).sum(0)) for one in counts)
+    return rows, columns
 
 
-def _place(scores: Tensor, right: Right) -> Tensor:
-    """`above`, `equal` and `tied` of rows of scores (m, n), as (m, 3)."""
-    row, column = right.pairs()
-    score = scores[row, column]
-    best = scores.new_full((len(scores),), -torch.inf).scatter_reduce(0, row, score, "amax")
-    target = best[:, None]
+class _Sweep:
+    """The scores of this rank's rows against all columns, block by block."""
+
+    def __init__(self, x: Features, y: Features, answers: Answers, group: object) -> None:
+        if isinstance(x, Tokens):
+            self.height = self.width = _GPU_TEXTS if x.lengths.is_cuda else _CPU_TEXTS
+        else:
+            most = (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // _ROWS
+            self.height = _ROWS * max(1, most // len(y))
+            self.width = _ROWS * -(-len(y) // _ROWS)
+        self.right, self.n = answers.there, len(y)
+        self.mine = local_range(len(x), group, block=self.height)
+        # No product has few rows or a rest of columns, for which MKL rounds differently.
+        self.x, self.y = whole_groups(x), whole_groups(y)
+
+    def blocks(
+        self, *, right_only: bool = False
+    ) -> Iterator[tuple[Tensor, tuple[slice, slice], tuple[Tensor, Tensor]]]:
+        """Scores, their rows and columns, and where among them those of right pairs are.
+
+        `right_only`: leave out blocks without a right pair.
+        """
+        for start in range(self.mine.start, self.mine.stop, self.height):
+            whole = slice(start, start + self.height)
+            i = slice(start, min(self.mine.stop, whole.stop))
+            rows, columns = self.right.of(i).pairs()
+            for j in strips(self.n, self.width):
+                here = (columns >= j.start) & (columns < j.stop)
+                if right_only and not bool(here.any()):
+                    continue
+                s = scores(self.x, self.y, whole, slice(j.start, j.start + self.width))
+                s = s[: i.stop - i.start, : j.stop - j.start]
+                yield s, (i, j), (rows[here], columns[here] - j.start)
+
+
+def _count(
+    counts: Tensor, s: Tensor, best: Tensor, right: tuple[Tensor, Tensor], side: int
+) -> None:
+    """Add a block of scores to the counts (3, m) of its rows (`side` 0) or columns (1).
+
+    best: (m,) scores of their best right pairs. right: rows and columns of the block's right pairs.
+    """
+    (above, equal, tied), dim = counts, 1 - side
+    limit = best.unsqueeze(dim)
     # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
-    above = (~(scores <= target)).view(torch.uint8).sum(1, dtype=torch.int32)  # NaN, too
-    equal = (scores == target).view(torch.uint8).sum(1, dtype=torch.int32)
-    tied = torch.zeros_like(equal).scatter_add(0, row, (score == best[row]).int())
-    return torch.stack([above, equal - tied, tied], dim=1)
+    above += (~(s <= limit)).view(torch.uint8).sum(dim, dtype=torch.int32)  # NaN, too
+    equal += (s == limit).view(torch.uint8).sum(dim, dtype=torch.int32)
+    is_best = (s[right] == best[right[side]]).long()
+    tied.scatter_add_(0, right[side], is_best)
+    equal.scatter_add_(0, right[side], -is_best)
 
 
 @torch.no_grad()
@@ -195,8 +256,8 @@ def retrieval_metrics(
 
 @torch.no_grad()
 def figures_and_chance(
-    x: Tensor,
-    y: Tensor,
+    x: Features,
+    y: Features,
     answers: Answers,
     *,
     ks: Sequence[int],
@@ -207,16 +268,16 @@ def figures_and_chance(
 
     Every rank of the group holds all rows already. `ways`: the directions' names in the keys.
     """
+    if not bool((answers.there.counts > 0).any()):
+        raise ValueError(f"{ways[0]}: no row has a right answer: no id of x_ids occurs in y_ids")
     figures: dict[str, float] = {}
     chance: dict[str, float] = {}
-    for name, queries, columns, right in zip(ways, (x, y), (y, x), answers, strict=True):
+    placed = place(x, y, answers, group)
+    for name, columns, right, found in zip(ways, (y, x), answers, placed, strict=True):
         answerable = right.counts > 0
-        if not bool(answerable.any()):
-            raise ValueError(f"{name}: no row has a right answer: no id of x_ids occurs in y_ids")
-        right = right.of(answerable)
-        figures |= _summarise(name, *place(queries[answerable], columns, right, group), ks)
-        wrong = len(columns) - right.counts
-        chance |= _summarise(name, torch.zeros_like(wrong), wrong, right.counts, ks)
+        figures |= _summarise(name, *(count[answerable] for count in found), ks)
+        tied = right.counts[answerable]
+        chance |= _summarise(name, torch.zeros_like(tied), len(columns) - tied, tied, ks)
     return figures, chance
 
 

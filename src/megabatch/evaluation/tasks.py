@@ -167,8 +167,8 @@ def accuracy(
         images: (n, d); classes: (c, d); labels: int64 (n,).
         group: ranks that share the work; each holds all of these tensors.
     """
-    there, _ = answers_by_ids(labels, torch.arange(len(classes), device=labels.device))
-    placed = place(images, classes, there, group)
+    answers = answers_by_ids(labels, torch.arange(len(classes), device=labels.device))
+    placed, _ = place(images, classes, answers, group)
     within = [answered_within(*placed, k) for k in TOPS]
     counts, right = labels.bincount(), labels.bincount(within[0])
     shares = (*within, (right / counts)[counts > 0])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity import settings, states
@@ -46,7 +47,7 @@ def whole_groups(y: Tensor) -> Tensor:
     among 1,027 equal columns, a query's own could score less than nearly all others.
     """
     missing = -len(y) % 16
-    return torch.cat([y, y.new_zeros(missing, y.shape[1])]) if missing else y
+    return F.pad(y, (0, 0, 0, missing)) if missing else y
 
 
 # --- blocks ---------------------------------------------------------------------------------------

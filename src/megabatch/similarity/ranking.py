@@ -219,6 +219,14 @@ class Scores:
             value, column = s.topk(min(k, s.shape[1]), dim=1)
             yield i, value, column + j.start
 
+    def whole(self) -> Tensor:
+        """All scores, (m, n)."""
+        x = self._matrix.rows.features
+        found = x.new_empty(self._matrix.shape, dtype=accumulator_dtype(x.dtype))
+        for i, j, s, _ in self._blocks():
+            found[i, j] = s
+        return found
+
     def _blocks(self) -> Iterator[tuple[slice, slice, Tensor, Tensor | None]]:
         """Rows, columns, their scores, and which pairs have equal ids, None if there are none."""
         m, n = self._matrix.shape

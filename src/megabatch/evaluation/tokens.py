@@ -1,0 +1,56 @@
+"""Features of texts' tokens, for late interaction, and scores of features of either kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megabatch.similarity import eager
+from megabatch.similarity.matrix import Side
+from megabatch.similarity.ranking import Scores
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Features of texts' tokens, one text after the other, without padding.
+
+    features: (t, d); lengths: int64 (n,), each text's number of tokens.
+    """
+
+    features: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def padded(self, rows: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Features (m, l, d) of these texts, zeros behind their last tokens, and their lengths."""
+        lengths, start = self.lengths[rows], (self.lengths.cumsum(0) - self.lengths)[rows]
+        place = torch.arange(max(1, int(lengths.max())), device=lengths.device)
+        inside = place < lengths[:, None]
+        padded = self.features.new_zeros(*inside.shape, self.features.shape[1])
+        padded[inside] = self.features[(start[:, None] + place)[inside]]
+        return padded, lengths
+
+
+#: Of queries or of candidates: (n, d), or those of late interaction.
+Features: TypeAlias = "Tensor | Tokens"
+
+
+def whole_groups(x: Features) -> Features:
+    """x with rows of zeros, or empty texts, up to a multiple of 16; see `eager.whole_groups`."""
+    if isinstance(x, Tensor):
+        return eager.whole_groups(x)
+    return Tokens(x.features, F.pad(x.lengths, (0, -len(x) % 16)))
+
+
+def scores(x: Features, y: Features, i: slice | Tensor, j: slice | Tensor) -> Tensor:
+    """Scores of x[i] against y[j], in float32 (float64 for float64 features)."""
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return eager.logits(x[i], y[j])
+    queries, (documents, lengths) = x.padded(i)[0], y.padded(j)
+    return Scores(Side(queries), Side(documents, lengths=lengths)).whole()
