@@ -17,8 +17,9 @@ from megabatch.data.pairs import BadSample
 from megabatch.errors import OutOfMemory, UsageError, plural
 from megabatch.evaluation.samples import Samples
 from megabatch.evaluation.table import left_out
+from megabatch.evaluation.tokens import Features, Tokens
 from megabatch.models import Towers
-from megabatch.models.padding import trimmed
+from megabatch.models.padding import counted, trimmed
 from megabatch.models.towers import Tower
 from megabatch.ranks import all_gather_rows, all_gather_values, local_range
 
@@ -29,11 +30,11 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 class Embedded:
     """The image features of a source, with the samples' targets and indices.
 
-    features: (n, d); targets, indices: n each, without the bad samples; bad: the reason and the key
-    of each of those.
+    features: of n images; targets, indices: n each, without the bad samples; bad: the reason and
+    the key of each of those.
     """
 
-    features: Tensor
+    features: Features
     targets: list[Any]
     indices: list[int]
     bad: list[tuple[str, str]] = field(default_factory=list)
@@ -51,7 +52,8 @@ class Encoder:
     """Towers with the device, precision and batch size of their evaluation.
 
     Features are returned in float32 on that device, normalised; UsageError if they are not finite,
-    OutOfMemory if the batches are too large.
+    OutOfMemory if the batches are too large. Those of a model with a feature for each token are
+    `Tokens`, in the encoders' precision, as there are many.
     Each rank of `group` encodes a part of the batches, and gets all features.
 
     workers: worker processes that read and transform images; 0: this process does. report: called
@@ -105,8 +107,8 @@ class Encoder:
             raise UsageError(f"{title}: none of {plural(len(bad), 'sample')} is usable: {why}")
         return found
 
-    def texts(self, texts: Iterable[str]) -> Tensor:
-        """Features (n, d) of texts."""
+    def texts(self, texts: Iterable[str]) -> Features:
+        """Features of texts."""
         texts = list(texts)
         mine = local_range(len(texts), self.group, block=self.batch_size)
 
@@ -119,11 +121,14 @@ class Encoder:
         return self._features(batches(), "text")
 
     @torch.no_grad()
-    def _features(self, batches: Iterable[Tensor], tower: Tower) -> Tensor:
+    def _features(self, batches: Iterable[Tensor], tower: Tower) -> Features:
         module = cast(Any, self.towers.module.eval())
         encode = module.encode_image if tower == "image" else module.encode_text
         lengths, dtype = self.towers.lengths.get(tower), _DTYPES[self.precision]
-        parts = [torch.zeros(0, self.towers.embed_dim, device=self.device)]
+        multi_vector = self.towers.multi_vector
+        kept = dtype if multi_vector and dtype else torch.float32
+        parts = [torch.zeros(0, self.towers.embed_dim, dtype=kept, device=self.device)]
+        counts = [torch.zeros(0, dtype=torch.int64, device=self.device)]
         for batch in batches:
             if lengths is not None:
                 batch = trimmed(batch, lengths)
@@ -137,13 +142,19 @@ class Encoder:
                         f"out of memory on {self.device} with --batch-size {self.batch_size}; "
                         "expected less"
                     ) from error
+                if multi_vector:
+                    mask = counted(part)
+                    part = part[mask]
+                    counts.append(mask.sum(1))
                 # Not by the encoder: a norm in bf16 has 3 digits, and lengths differed by 0.3%.
-                parts.append(F.normalize(part.float(), dim=-1))
+                parts.append(F.normalize(part.float(), dim=-1).to(kept))
         features = all_gather_rows(torch.cat(parts), self.group)
         if not bool(features.isfinite().all()):
             why = "fp16 overflows" if self.precision == "fp16" else "its weights have diverged"
             raise UsageError(f"the model's features are not finite: {why}")
-        return features
+        if not multi_vector:
+            return features
+        return Tokens(features, all_gather_rows(torch.cat(counts), self.group))
 
 
 @dataclass(frozen=True)

@@ -197,6 +197,11 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
         if getattr(config, name) is not None:
             takes = "texts with texts, not images" if of_texts else "images with texts, not texts"
             raise UsageError(f"{option(name)}: {opened.towers.name} takes {takes}")
+    if opened.towers.multi_vector and config.class_data is not None:
+        raise UsageError(
+            f"--class-data: {opened.towers.name} has a feature for each token; expected a model "
+            "with one for each image and text"
+        )
     val_data = config.val_data
     if val_data is None and config.class_data is None:
         val_data = _own_data(opened, config.trust)

@@ -26,6 +26,7 @@ from megabatch.evaluation.retrieval import (
 )
 from megabatch.evaluation.samples import Labelled, Samples
 from megabatch.evaluation.table import ACCURACY, WAYS
+from megabatch.evaluation.tokens import Features
 from megabatch.evaluation.zeroshot import Prompts, class_features
 
 KS, TOPS = (1, 5, 10), (1, 5)
@@ -35,16 +36,16 @@ KS, TOPS = (1, 5, 10), (1, 5)
 class Matched:
     """Images and texts of a task with their features, and which belong together.
 
-    features: (n, d) of the images, which are `samples[i]` for i in `indices`; text_features: (t, d)
-    of `texts`; answers: each image's right texts, at least one, and each text's right images.
+    features: of the images, which are `samples[i]` for i in `indices`; text_features: of `texts`;
+    answers: each image's right texts, at least one, and each text's right images.
     """
 
     title: str
     samples: Samples
     indices: list[int]
-    features: Tensor
+    features: Features
     texts: list[str]
-    text_features: Tensor
+    text_features: Features
     answers: Answers
 
 
@@ -157,7 +158,7 @@ class ClassTask:
 
 
 def accuracy(
-    images: Tensor, classes: Tensor, labels: Tensor, group: object = "local"
+    images: Features, classes: Tensor, labels: Tensor, group: object = "local"
 ) -> dict[str, float]:
     """`top1`, `top5` and `mean_per_class_recall` (of top1, over the classes that occur).
 

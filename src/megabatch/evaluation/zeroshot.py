@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +33,7 @@ class Prompts:
         return f"{plural(len(self.templates), 'template')} {self.source}"
 
 
-def class_features(encode_texts: Callable[[Iterable[str]], Tensor], prompts: Prompts) -> Tensor:
+def class_features(encode_texts: Callable[[Iterable[str]], Any], prompts: Prompts) -> Tensor:
     """Features of classes (c, d): each the normalised mean of its texts' normalised features.
 
     `encode_texts` returns the features (n, d) of n texts.

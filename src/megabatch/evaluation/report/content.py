@@ -1,8 +1,8 @@
 """`report.json`: examples that an evaluation keeps for its report.
 
 A page can be made from it at any time, without the model or the data. Of each task it has `title`,
-`first` ("image" or "text"), and `galleries`: in each direction queries drawn at random, with the
-answers that score highest.
+`first` ("image" or "text"), `score` (the name of its scores), and `galleries`: in each direction
+queries drawn at random, with the answers that score highest.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ from megabatch.evaluation.retrieval import Right
 from megabatch.evaluation.run_folder import write_atomically
 from megabatch.evaluation.table import WAYS
 from megabatch.evaluation.tasks import Matched
+from megabatch.evaluation.tokens import Tokens, scores
+from megabatch.similarity.matrix import strips
 
 NAME = "report.json"
 _QUERIES, _ANSWERS = 12, 5  # shown in each direction; for each query
 _LARGEST, _SMALL = 128, 48  # pixels per side of a picture; of one that is enlarged in blocks
 _LONGEST = 400  # characters of a text
+_AT_ONCE = 1024  # candidates that are scored
 
 #: What the page shows of a position among a task's features.
 Entry: TypeAlias = Callable[[Matched, int], dict[str, Any]]
@@ -35,7 +38,12 @@ Entry: TypeAlias = Callable[[Matched, int], dict[str, Any]]
 def save(folder: Path, shown: Sequence[Matched]) -> None:
     """Write `report.json`, of these tasks, into an evaluation's folder."""
     tasks = [
-        {"title": task.title, "first": task.samples.first, "galleries": galleries(task)}
+        {
+            "title": task.title,
+            "first": task.samples.first,
+            "score": "MaxSim score" if isinstance(task.features, Tokens) else "cosine",
+            "galleries": galleries(task),
+        }
         for task in shown
     ]
     text = json.dumps({"tasks": tasks}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -44,23 +52,33 @@ def save(folder: Path, shown: Sequence[Matched]) -> None:
 
 def galleries(task: Matched) -> list[dict[str, Any]]:
     """Queries of each direction with their answers."""
-    firsts, seconds, (there, back) = task.features, task.text_features, task.answers
+    x, y, (there, back) = task.features, task.text_features, task.answers
+
+    def against_texts(drawn: Tensor) -> Tensor:
+        return torch.cat([scores(x, y, drawn, j) for j in strips(len(y), _AT_ONCE)], 1)
+
+    def against_images(drawn: Tensor) -> Tensor:
+        return torch.cat([scores(x, y, i, drawn) for i in strips(len(x), _AT_ONCE)]).T
+
     return [
-        {"way": WAYS[0], "examples": _examples(task, firsts, seconds, there, _image, _text)},
-        {"way": WAYS[1], "examples": _examples(task, seconds, firsts, back, _text, _image)},
+        {"way": WAYS[0], "examples": _examples(task, against_texts, there, _image, _text)},
+        {"way": WAYS[1], "examples": _examples(task, against_images, back, _text, _image)},
     ]
 
 
 def _examples(
-    task: Matched, queries: Tensor, candidates: Tensor, right: Right, query: Entry, answer: Entry
+    task: Matched, score: Callable[[Tensor], Tensor], right: Right, query: Entry, answer: Entry
 ) -> list[dict[str, Any]]:
-    """Queries with their best answers, and the best right one if it is not among them."""
+    """Queries with their best answers, and the best right one if it is not among them.
+
+    `score`: of some queries, from their positions, against all candidates.
+    """
     answerable = right.counts.nonzero().squeeze(1)
     order = torch.randperm(len(answerable), generator=torch.Generator().manual_seed(0))
     drawn = answerable[order[:_QUERIES].to(answerable.device)]
     examples = []
-    for position, cosines in zip(drawn.tolist(), queries[drawn] @ candidates.T, strict=True):
-        ranked = cosines.argsort(descending=True, stable=True)
+    for position, found in zip(drawn.tolist(), score(drawn), strict=True):
+        ranked = found.argsort(descending=True, stable=True)
         is_right = torch.isin(ranked, right.of_row(position))
         best = int(is_right.nonzero()[0])
         shown = [*range(min(_ANSWERS, len(ranked))), *([best] if best >= _ANSWERS else [])]
@@ -68,7 +86,7 @@ def _examples(
             {
                 "rank": place + 1,
                 "right": bool(is_right[place]),
-                "cosine": float(cosines[ranked[place]]),
+                "score": float(found[ranked[place]]),
                 **answer(task, int(ranked[place])),
             }
             for place in shown
