@@ -74,6 +74,8 @@ def test_model_planner_and_help_read_the_entry() -> None:
     options = ModelOptions.of({"loss": "siglip"})
     assert (options.init_logit_scale, options.init_logit_bias) == (math.log(10), -10.0)
     assert "; siglip: a sigmoid for each pair on its own;" in describe_losses()
+    assert ModelOptions.of({"loss": "maxsim", "maxsim_dim": 6}).multi_vector
+    assert not ModelOptions.of({"loss": "clip"}).multi_vector
 
 
 # --- of the user's own ----------------------------------------------------------------------------

@@ -48,7 +48,10 @@ INFONCE = {"loss": "infonce", "hard_negatives": 1}
         ({"device": "gpu"}, "device gpu: String should match pattern '^(auto|cpu|cuda|cuda:"),
         ({"activation_memory": "lots"}, "activation-memory lots: expected a size such as 20GiB or"),
         ({"precision": "amp_bf16"}, "precision amp_bf16: expected 'fp32', 'bf16' or 'fp16'; did"),
-        ({"loss": "infonse"}, "loss infonse: expected clip, siglip, infonce, ntxent, dcl or mod"),
+        ({"loss": "infonse"}, "loss infonse: expected clip, siglip, infonce, maxsim, ntxent, dcl"),
+        ({"maxsim_dim": 64}, "maxsim-dim 64: expected with --loss maxsim, got --loss clip"),
+        ({"loss": "maxsim", "matryoshka_dims": [8]}, "matryoshka-dims: expected without --loss m"),
+        ({"loss": "maxsim", "lock_text": True}, "lock-text: expected without --loss maxsim"),
         ({"val_frequency": 5}, "val-frequency 5: expected with --val-data, got --val-data Non"),
         ({"csv_negative_key": "n"}, "csv-negative-key n: expected with --hard-negatives, got"),
         ({"lock_text_unlocked_layers": 1}, "lock-text-unlocked-layers 1: expected with --lock"),
@@ -84,8 +87,8 @@ def test_all_reasons_come_at_once() -> None:
 @pytest.mark.parametrize("value", ["positives", "ignored"])
 def test_help_names_the_losses_that_treat_duplicates_so(value: str) -> None:
     names = [name for name, loss in TRAINABLE.items() if value in loss.duplicates]
-    text = TrainConfig.__pydantic_fields__["duplicates"].description
-    assert f"{value}: {' and '.join(names)} only" in text
+    text = TrainConfig.__pydantic_fields__["duplicates"].description.replace("\n", " ")
+    assert f"{value}: {', '.join(names[:-1])} and {names[-1]} only" in text
 
 
 def test_a_schedule_has_to_fit_into_the_run() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megabatch.errors import UsageError
 from megabatch.export import export_run
-from megabatch.models import Towers, create
+from megabatch.models import ModelOptions, Towers, create
 from megabatch.models.hf_images import KINDS
-from megabatch.models.padding import pool
+from megabatch.models.padding import counted, pool
 from tests.export.runs import (
     assert_near,
     change_json,
@@ -122,3 +124,84 @@ def test_two_encoders_become_two_models_and_padding_that_may_count_is_told(
     change_json(bert / "tokenizer_config.json", padding_side="left")
     told, _ = export_run(run, to="sentence-transformers", output=tmp_path / "left")
     assert "may depend on padding: the run padded texts to 12 tokens" in told
+
+
+# --- a vector for each token ----------------------------------------------------------------------
+
+
+def token_vectors(towers: Towers) -> list[list[Tensor]]:
+    """Vectors of the tokens of queries and of documents."""
+    module: Any = towers.module
+    queries = torch.stack([towers.eval_transform(text) for text in TEXTS])
+    with torch.no_grad():
+        sides = [
+            module.encode_image(queries, normalize=True),
+            module.encode_text(towers.tokenizer(TEXTS), normalize=True),
+        ]
+    return [[text[mask] for text, mask in zip(f, counted(f), strict=True)] for f in sides]
+
+
+def encoded(folder: Path, query: str = "", document: str = "") -> list[list[Tensor]]:
+    """As `token_vectors`, by sentence-transformers."""
+    library = pytest.importorskip("sentence_transformers", minversion="6.2")
+    models = [
+        library.MultiVectorEncoder(str(folder / side), device="cpu") for side in (query, document)
+    ]
+    return [models[0].encode_query(TEXTS), models[1].encode_document(TEXTS)]
+
+
+def test_a_multi_vector_encoder_gives_the_runs_vectors_and_is_trained_on(
+    bert: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"loss": "maxsim", "maxsim_dim": 4, "force_context_length": 7}
+    towers = write_run(tmp_path / "run", f"hf:{bert}", **settings)
+    out = tmp_path / "out"
+    with pytest.raises(UsageError, match="each token, for which huggingface has no format"):
+        export_run(tmp_path / "run", to="huggingface", output=out)
+    assert export_run(tmp_path / "run", to="sentence-transformers", output=out) == []
+    expected = token_vectors(towers)
+    assert [len(vectors) for vectors in expected[0]] == [5, 3, 6, 7]
+    assert_near(encoded(out), expected)
+    change_json(
+        out / "config_sentence_transformers.json", prompts={"query": "a ", "document": "b "}
+    )
+    again = write_run(tmp_path / "again", f"hf:{out}", hf_share=False, loss="maxsim")
+    assert again.embed_dim == 4
+    export_run(tmp_path / "again", to="sentence-transformers", output=tmp_path / "two")
+    prompted = token_vectors(again)
+    assert [len(vectors) for vectors in prompted[1]] == [6, 4, 7, 7]
+    assert_near(encoded(tmp_path / "two", "query", "document"), prompted)
+
+
+@pytest.mark.parametrize(
+    ("file", "values", "message"),
+    [
+        (
+            "1_Dense/config.json",
+            {"bias": True},
+            "Normalize, bias True; expected Transformer, Dense",
+        ),
+        ("sentence_bert_config.json", {"query_expansion": {}}, "Normalize, query_expansion {};"),
+        ("modules.json", [0, 2], "name Transformer, MultiVectorMask; expected"),
+        (
+            "config_sentence_transformers.json",
+            {"model_type": "ColBERT"},
+            "has the format of ColBERT",
+        ),
+        ("config.json", {"architectures": ["HF_ColBERT"]}, "has the format of ColBERT"),
+        ("config.json", {}, "--maxsim-dim 5: the projection in .* gives 4"),
+    ],
+)
+def test_a_multi_vector_encoder_with_other_settings_is_refused(
+    bert: Path, tmp_path: Path, file: str, values: Any, message: str
+) -> None:
+    write_run(tmp_path / "run", f"hf:{bert}", loss="maxsim", maxsim_dim=4)
+    out = tmp_path / "out"
+    export_run(tmp_path / "run", to="sentence-transformers", output=out)
+    if isinstance(values, list):
+        listed = json.loads((out / file).read_text())
+        (out / file).write_text(json.dumps([listed[i] for i in values]))
+    else:
+        change_json(out / file, **values)
+    with pytest.raises(UsageError, match=message):
+        create(f"hf:{out}", options=ModelOptions(multi_vector=True, maxsim_dim=5))

@@ -93,7 +93,7 @@ def test_a_folder_that_could_not_be_completed_does_not_appear(
 def test_the_commands_and_blocks_of_the_page_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("sentence_transformers", minversion="5.4")
+    pytest.importorskip("sentence_transformers", minversion="6.2")
     monkeypatch.chdir(tmp_path)
     write_run(Path("runs/vit"), TINY)
     shutil.copyfile("runs/vit/model.safetensors", "runs/vit/model-ema.safetensors")
@@ -101,12 +101,14 @@ def test_the_commands_and_blocks_of_the_page_run(
     change_json(clip / "tokenizer_config.json", model_input_names=["input_ids", "attention_mask"])
     write_run(Path("runs/clip"), f"hf:{clip}")
     retriever = write_run(Path("runs/retriever"), f"hf:{save_tiny_bert(tmp_path / 'bert')}")
+    write_run(Path("runs/colbert"), f"hf:{tmp_path / 'bert'}", loss="maxsim")
     [commands] = blocks("docs/export.md", "bash")
     for command in commands.splitlines():
         assert main(shlex.split(command, comments=True)[1:]) == 0
     told = capsys.readouterr().out
     assert "\nexported/clip: load it with transformers.AutoModel.from_pretrained('exp" in told
     assert "\nnote: OpenCLIP's tokenizer also repairs texts" in told
+    assert "load it with sentence_transformers.MultiVectorEncoder('exported/colbert')" in told
     assert Path("exported/vit-ema/open_clip_model.safetensors").is_file()
     names: dict[str, Any] = {}
     for block in blocks("docs/export.md", "python"):
@@ -114,3 +116,4 @@ def test_the_commands_and_blocks_of_the_page_run(
     assert names["outputs"].text_embeds.shape == names["outputs"].image_embeds.shape == (1, 8)
     expected = retriever.module.encode_text(retriever.tokenizer(["a b c", "d e"]), normalize=True)
     assert_near(torch.from_numpy(names["embeddings"]), expected.detach())
+    assert (names["query"].shape, names["document"].shape) == ((5, 128), (4, 128))

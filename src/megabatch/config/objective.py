@@ -73,7 +73,7 @@ def create_objective(config: Any, *, group: Any = None) -> Objective:
     else:
         entry, takes = TRAINABLE[config.loss], set(TRAINABLE[config.loss].takes)
         arguments = {argument: getattr(config, name) for name, argument in entry.settings.items()}
-        arguments |= entry.duplicates[config.duplicates]
+        arguments |= {**entry.arguments, **entry.duplicates[config.duplicates]}
         if config.duplicates != "negatives":
             takes.add("ids")
         if config.hard_negatives:

@@ -94,7 +94,8 @@ class TrainConfig:
     """Pairs that go through the towers at a time, per process. It bounds memory and changes no
     gradient, except in models with batch normalisation. Towers run twice per step, or once if a
     process has no more pairs than this, and for pairs within --activation-memory. auto: on GPUs the
-    fastest, measured within 2 minutes; on the CPU, and with batch normalisation, 512."""
+    fastest, measured within 2 minutes; on the CPU, with batch normalisation and with --loss maxsim,
+    512."""
     epochs: Annotated[PositiveInt, MAY_CHANGE] = 16
     """Passes over the data."""
     steps: Annotated[PositiveInt | None, MAY_CHANGE] = None
@@ -102,7 +103,8 @@ class TrainConfig:
 
     loss: Annotated[str, Field(description=_LOSSES)] = "clip"
     duplicates: Literal["negatives", "positives", "ignored"] = "negatives"
-    """Pairs of one caption; positives: clip and siglip only, ignored: clip, infonce and maxsim."""
+    """Pairs of one caption; positives: clip and siglip only, ignored: clip, infonce and maxsim
+    only."""
     label_smoothing: Share = 0.0
     """For the clip loss: share of each target that is spread evenly over all columns."""
     infonce_margin: float | None = None
@@ -156,7 +158,8 @@ class TrainConfig:
     texts of similar lengths, cut to the longest. Features change only by rounding."""
     activation_memory: Annotated[Size | Literal["auto"], MAY_CHANGE] = "auto"
     """Memory of each device, such as 20GiB, for activations that wait for the backward pass, whose
-    micro-batches run once; auto: all that the first steps leave free on GPUs, 0 on the CPU."""
+    micro-batches run once; auto: all that the first steps leave free on GPUs, 0 on the CPU and with
+    --loss maxsim."""
     torchcompile: Annotated[bool | None, MAY_CHANGE] = None
     """Compile the towers' blocks with torch.compile: a minute at the start, then faster steps.
     Needs Triton and a C compiler. Default: on GPUs, but not on the CPU."""
@@ -274,7 +277,8 @@ def unmeasured_micro_batch(config: TrainConfig) -> int:
 def activation_bytes(config: TrainConfig, device_type: str) -> int | None:
     """Bytes for activations that wait for the backward pass; None: all that is free there."""
     if config.activation_memory == "auto":
-        return None if device_type == "cuda" else 0
+        # Of tokens' features the longest text decides, and a later batch may have a longer one.
+        return None if device_type == "cuda" and config.loss != "maxsim" else 0
     return config.activation_memory
 
 

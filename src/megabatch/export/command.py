@@ -44,11 +44,14 @@ class Export:
 def main(argv: list[str]) -> int:
     """Export, print the call that loads the folder, and notes; returns the exit code."""
     options = parse(Export, argv, prog="megabatch export", positional="run")
-    read_config(options.run)
+    config = read_config(options.run)
     from megabatch.export.run import export_run  # --help and errors import as little as possible
 
     notes = export_run(**vars(options))
-    print(f"{options.output}: load it with {_LOADED_BY[options.to].format(options.output)}")
+    call = _LOADED_BY[options.to].format(options.output)
+    if config.get("loss") == "maxsim":
+        call = call.replace("SentenceTransformer", "MultiVectorEncoder")
+    print(f"{options.output}: load it with {call}")
     for note in notes:
         print(f"note: {note}")
     return 0

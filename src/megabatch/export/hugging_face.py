@@ -1,7 +1,7 @@
 """Folders as `save_pretrained` of transformers and of sentence-transformers writes them.
 
-The latter are written without the library, in the format of releases before 6, which newer ones
-read too.
+The latter are written without the library: models with one vector per text in the format of
+releases before 6, which newer ones read too, and those with one per token in that of 6.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from torch import Tensor
 
 from megabatch.evaluation.run_folder import Opened
 from megabatch.models.hf_images import PROCESSORS
-from megabatch.models.huggingface import FolderTokenizer, TextEncoder, read_config
+from megabatch.models.huggingface import FolderTokenizer, TextEncoder, TokenEncoder, read_config
 from megabatch.models.padding import Pooling
+from megabatch.training.checkpoint import save_tensors
 
 _POOLING: dict[Pooling, str] = {
     "mean": "pooling_mode_mean_tokens",
@@ -29,6 +30,16 @@ _POOLED: dict[Pooling, str] = {
     "mean": "the mean over the tokens",
     "cls": "the first token",
     "last": "the last token",
+}
+#: sentence-transformers' modules.
+_OF_TEXTS = {
+    kind: f"sentence_transformers.models.{kind}" for kind in ("Transformer", "Pooling", "Normalize")
+}
+_OF_TOKENS = {
+    "Transformer": "sentence_transformers.base.modules.Transformer",
+    "Dense": "sentence_transformers.base.modules.Dense",
+    "MultiVectorMask": "sentence_transformers.multi_vector_encoder.modules.MultiVectorMask",
+    "Normalize": "sentence_transformers.base.modules.Normalize",
 }
 
 
@@ -46,13 +57,15 @@ def write_encoder(opened: Opened, folder: Path) -> list[str]:
     return [note]
 
 
-def _without_pooler(encoder: TextEncoder) -> dict[str, bool]:
+def _without_pooler(encoder: TextEncoder | TokenEncoder) -> dict[str, bool]:
     """The arguments with which `AutoModel` loads a saved encoder without a pooler."""
     parameters = inspect.signature(type(encoder.encoder)).parameters
     return {"add_pooling_layer": False} if "add_pooling_layer" in parameters else {}
 
 
-def _save_encoder(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+def _save_encoder(
+    encoder: TextEncoder | TokenEncoder, tokenizer: FolderTokenizer, folder: Path
+) -> None:
     """Save an encoder as `AutoModel` loads it, and its tokenizer; without a pooler, if it has one.
 
     No feature uses it. See `_without_pooler`.
@@ -108,42 +121,72 @@ def save_clip(model: Any, state: dict[str, Tensor], folder: Path) -> list[str]:
 
 
 def write_sentence_model(opened: Opened, folder: Path) -> list[str]:
-    """Write a model whose `encode` gives normalised embeddings; see `Writer`.
+    """Write a model whose `encode` gives normalised embeddings, of texts or tokens; see `Writer`.
 
     Two encoders become two models, in the folders `query` and `document`.
     """
     pair: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
+    query: Any = opened.towers.eval_transform
+    prompts = {"query": query.__self__.prompt, "document": tokenizer.prompt}
     notes = _differences(opened)
     if pair.text is None:
-        _write_model(pair.visual, tokenizer, folder)
+        _write_model(pair.visual, tokenizer, prompts, folder)
         return notes
     for side, encoder in (("query", pair.visual), ("document", pair.text)):
         (folder / side).mkdir()
-        _write_model(encoder, tokenizer, folder / side)
+        _write_model(encoder, tokenizer, prompts, folder / side)
     return [*notes, "there are two models, in its folders query and document: load each of them"]
 
 
-def _write_model(encoder: TextEncoder, tokenizer: FolderTokenizer, folder: Path) -> None:
+def _write_model(
+    encoder: TextEncoder | TokenEncoder,
+    tokenizer: FolderTokenizer,
+    prompts: Mapping[str, str],
+    folder: Path,
+) -> None:
     _save_encoder(encoder, tokenizer, folder)
     settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
     if left_out := _without_pooler(encoder):
         settings["model_args"] = left_out
     write_json(folder / "sentence_bert_config.json", settings)
-    modules = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    listed = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(modules.items())
-    ]
-    write_json(folder / "modules.json", listed)
-    (folder / "1_Pooling").mkdir()
-    (folder / "2_Normalize").mkdir()  # it has no files, but its folder is looked for
-    model: Any = encoder.encoder
-    modes = {name: kind == encoder.pooling for kind, name in _POOLING.items()}
-    settings = {"word_embedding_dimension": int(model.config.hidden_size), **modes}
-    write_json(folder / "1_Pooling" / "config.json", settings)
     settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    if isinstance(encoder, TokenEncoder):
+        _write_modules(_OF_TOKENS, folder)
+        _write_token_settings(encoder, folder)
+        settings |= {"prompts": prompts, "similarity_fn_name": "maxsim"}
+        settings["model_type"] = "MultiVectorEncoder"
+    else:
+        _write_modules(_OF_TEXTS, folder)  # Normalize has no files, but its folder is looked for
+        model: Any = encoder.encoder
+        modes = {name: kind == encoder.pooling for kind, name in _POOLING.items()}
+        pooling = {"word_embedding_dimension": int(model.config.hidden_size), **modes}
+        write_json(folder / "1_Pooling" / "config.json", pooling)
     write_json(folder / "config_sentence_transformers.json", settings)
+
+
+def _write_modules(types: Mapping[str, str], folder: Path) -> None:
+    """List the modules and make their folders, `1_Pooling` and so on; the first one has none."""
+    listed = []
+    for i, (kind, name) in enumerate(types.items()):
+        path = f"{i}_{kind}" if i else ""
+        (folder / path).mkdir(exist_ok=True)
+        listed.append({"idx": i, "name": str(i), "path": path, "type": name})
+    write_json(folder / "modules.json", listed)
+
+
+def _write_token_settings(encoder: TokenEncoder, folder: Path) -> None:
+    """Write the projection of states to tokens' features, and that all tokens count."""
+    weight, place = encoder.projection.weight, {"module_input_name": "token_embeddings"}
+    dense = {
+        **{"in_features": weight.shape[1], "out_features": weight.shape[0], "bias": False},
+        "activation_function": "torch.nn.modules.linear.Identity",
+        **place,
+    }
+    write_json(folder / "1_Dense" / "config.json", dense)
+    save_tensors({"linear.weight": weight.detach()}, folder / "1_Dense" / "model.safetensors")
+    write_json(folder / "2_MultiVectorMask" / "config.json", {"skiplist_words": []})
+    write_json(folder / "3_Normalize" / "config.json", place)
 
 
 def _differences(opened: Opened) -> list[str]:

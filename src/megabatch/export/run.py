@@ -15,7 +15,7 @@ from megabatch.files import new_folder
 from megabatch.imports import named_extras
 from megabatch.models import Towers
 from megabatch.models.hf_images import PooledTower
-from megabatch.models.huggingface import TextEncoder
+from megabatch.models.huggingface import TextEncoder, TokenEncoder
 from megabatch.models.towers import TwoTowers
 from megabatch.options import is_reference
 
@@ -75,6 +75,10 @@ def _writers(towers: Towers) -> tuple[str, dict[str, Writer]]:
     """A description of the model's kind, and its writers by library."""
     module = towers.module
     visual = getattr(module, "visual", None)
+    if isinstance(visual, TokenEncoder):
+        return "a text encoder with a vector for each token", {
+            "sentence-transformers": hugging_face.write_sentence_model
+        }
     if isinstance(visual, TextEncoder) and module.text is None:
         return "a Hugging Face text encoder", {
             "sentence-transformers": hugging_face.write_sentence_model,

@@ -26,6 +26,8 @@ class LossEntry:
     #: For each value of `--duplicates` that the loss supports, further arguments of the
     #: constructor. With any value but "negatives" `forward` takes `ids`.
     duplicates: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"negatives": {}})
+    #: Further arguments of the constructor.
+    arguments: Mapping[str, Any] = field(default_factory=dict)
     #: Settings of the trainer that only this loss uses, and the constructor's names of them.
     settings: Mapping[str, str] = field(default_factory=dict)
     #: Further arguments of the constructor with `--hard-negatives`, when `forward` takes
@@ -69,6 +71,7 @@ TRAINABLE = {
         summary="infonce with a feature for each token of the texts (late interaction)",
         takes=("temperature",),
         duplicates={"negatives": {}, "ignored": {}},
+        arguments={"score": "mean"},  # between -1 and 1, as other losses': the scale is theirs
         negatives={"share_negatives": True},
         multi_vector=True,
     ),

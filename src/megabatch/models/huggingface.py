@@ -19,6 +19,7 @@ from megabatch.imports import named_extras
 from megabatch.models.names import has_weights
 from megabatch.models.padding import MASKED_KINDS, Pooling, pool, without_padding
 from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.similarity.arguments import accumulator_dtype
 
 #: Default for tokens per text: a larger one costs time for every short text.
 CONTEXT_LENGTH = 128
@@ -209,11 +210,12 @@ class TokenEncoder(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         """Features (n, context_length, d) of tokens, int64 (n, context_length), zeros for padding.
 
-        They are float32 and not normalised.
+        They are not normalised.
         """
         states, mask = _states(self, text)
-        # Unlike a half, float32 has zeros that F.normalize leaves as they are.
-        features: Tensor = self.projection(states).float()
+        features: Tensor = self.projection(states)
+        # In float16 F.normalize would turn zeros into NaN.
+        features = features.to(accumulator_dtype(features.dtype))
         return features.masked_fill(~mask[..., None], 0)
 
 

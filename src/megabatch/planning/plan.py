@@ -122,6 +122,11 @@ def make_plan(
     Raises:
         NoPlan: the model's memory cannot be estimated.
     """
+    if towers.multi_vector:
+        raise NoPlan(
+            f"--loss {config.loss} cannot be planned: the memory of tokens' features and of their "
+            "loss depends on the longest texts of each batch"
+        )
     return Planner(config, towers, machine, file_bytes, lengths).planned()
 
 

@@ -143,7 +143,8 @@ class Division:
     The size is given, fixed or, if it is "auto" on a GPU, measured. Before that, two steps keep no
     activations and have at most 64 pairs at a time: the first one creates the optimizer's state
     and libraries' workspaces, and the second one's peak shows how much memory is left. With batch
-    normalisation the size changes what is learnt, so "auto" is a fixed size.
+    normalisation the size changes what is learnt, so "auto" is a fixed size; also with the loss
+    "maxsim", whose memory depends on the longest text of a batch.
 
     Attributes:
         rows: pairs that go through the towers at a time.
@@ -161,7 +162,8 @@ class Division:
         self._share = -(-config.global_batch_size // layout.world.size)
         self._bound = activation_bytes(config, device.type)
         on_gpu = device.type == "cuda"
-        auto = config.micro_batch_size == "auto" and not batch_norms(layout.module)
+        auto = config.micro_batch_size == "auto" and config.loss != "maxsim"
+        auto = auto and not batch_norms(layout.module)
         self.searches = on_gpu and auto
         rows = FIRST if self.searches else unmeasured_micro_batch(config)
         self.rows = min(self._share, rows)
