@@ -49,8 +49,13 @@ def whole_groups(x: Features) -> Features:
 
 
 def scores(x: Features, y: Features, i: slice | Tensor, j: slice | Tensor) -> Tensor:
-    """Scores of x[i] against y[j], in float32 (float64 for float64 features)."""
+    """Scores of x[i] against y[j], in float32 (float64 for float64 features).
+
+    Those of tokens are the mean over the query's of the largest product with one of the document's,
+    as `--loss maxsim` has them: 0 of a query without tokens, -inf of a document without.
+    """
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return eager.logits(x[i], y[j])
-    queries, (documents, lengths) = x.padded(i)[0], y.padded(j)
-    return Scores(Side(queries), Side(documents, lengths=lengths)).whole()
+    (queries, counts), (documents, lengths) = x.padded(i), y.padded(j)
+    sums = Scores(Side(queries), Side(documents, lengths=lengths)).whole()
+    return sums / counts.clamp(min=1)[:, None]
