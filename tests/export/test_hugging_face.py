@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +65,9 @@ def bert(tmp_path: Path) -> Path:
 
 def ours(towers: Towers) -> tuple[Tensor, Tensor]:
     """Embeddings of first and second texts."""
-    tokens = towers.tokenizer(TEXTS)
+    first = torch.stack([towers.eval_transform(text) for text in TEXTS])
     with torch.no_grad():
-        outputs = towers.module(tokens, tokens)
+        outputs = towers.module(first, towers.tokenizer(TEXTS))
     return outputs["image_features"], outputs["text_features"]
 
 
@@ -129,79 +128,45 @@ def test_two_encoders_become_two_models_and_padding_that_may_count_is_told(
 # --- a vector for each token ----------------------------------------------------------------------
 
 
-def token_vectors(towers: Towers) -> list[list[Tensor]]:
-    """Vectors of the tokens of queries and of documents."""
-    module: Any = towers.module
-    queries = torch.stack([towers.eval_transform(text) for text in TEXTS])
-    with torch.no_grad():
-        sides = [
-            module.encode_image(queries, normalize=True),
-            module.encode_text(towers.tokenizer(TEXTS), normalize=True),
-        ]
-    return [[text[mask] for text, mask in zip(f, counted(f), strict=True)] for f in sides]
-
-
-def encoded(folder: Path, query: str = "", document: str = "") -> list[list[Tensor]]:
-    """As `token_vectors`, by sentence-transformers."""
+def encoded(query: Path, document: Path) -> list[list[Tensor]]:
+    """Vectors of the tokens of queries and of documents, by sentence-transformers."""
     library = pytest.importorskip("sentence_transformers", minversion="6.2")
-    models = [
-        library.MultiVectorEncoder(str(folder / side), device="cpu") for side in (query, document)
-    ]
+    models = [library.MultiVectorEncoder(str(f), device="cpu") for f in (query, document)]
     return [models[0].encode_query(TEXTS), models[1].encode_document(TEXTS)]
 
 
 def test_a_multi_vector_encoder_gives_the_runs_vectors_and_is_trained_on(
     bert: Path, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"loss": "maxsim", "maxsim_dim": 4, "force_context_length": 7}
-    towers = write_run(tmp_path / "run", f"hf:{bert}", **settings)
-    out = tmp_path / "out"
-    with pytest.raises(UsageError, match="each token, for which huggingface has no format"):
-        export_run(tmp_path / "run", to="huggingface", output=out)
-    assert export_run(tmp_path / "run", to="sentence-transformers", output=out) == []
-    expected = token_vectors(towers)
-    assert [len(vectors) for vectors in expected[0]] == [5, 3, 6, 7]
-    assert_near(encoded(out), expected)
-    change_json(
-        out / "config_sentence_transformers.json", prompts={"query": "a ", "document": "b "}
-    )
-    again = write_run(tmp_path / "again", f"hf:{out}", hf_share=False, loss="maxsim")
-    assert again.embed_dim == 4
+    run, out = tmp_path / "run", tmp_path / "out"
+    settings: dict[str, Any] = {"maxsim_dim": 4, "force_context_length": 7}
+    towers = write_run(run, f"hf:{bert}", loss="maxsim", **settings)
+    assert export_run(run, to="sentence-transformers", output=out) == []
+    vectors = [[text[counted(text)] for text in side] for side in ours(towers)]
+    assert [vector.shape for vector in vectors[0]] == [(5, 4), (3, 4), (6, 4), (7, 4)]
+    assert_near(encoded(out, out), vectors)
+    about = out / "config_sentence_transformers.json"
+    change_json(about, prompts={"query": "a ", "document": "b "})
+    again = write_run(tmp_path / "again", f"hf:{out}", loss="maxsim", hf_share=False)
     export_run(tmp_path / "again", to="sentence-transformers", output=tmp_path / "two")
-    prompted = token_vectors(again)
-    assert [len(vectors) for vectors in prompted[1]] == [6, 4, 7, 7]
-    assert_near(encoded(tmp_path / "two", "query", "document"), prompted)
+    vectors = [[text[counted(text)] for text in side] for side in ours(again)]
+    assert [len(vector) for vector in vectors[1]] == [6, 4, 7, 7]
+    assert_near(encoded(tmp_path / "two/query", tmp_path / "two/document"), vectors)
 
+    with pytest.raises(
+        UsageError, match="MultiVectorMask, Normalize with no pooling, expected one p"
+    ):
+        create(f"hf:{out}")  # for a model with one vector
 
-@pytest.mark.parametrize(
-    ("file", "values", "message"),
-    [
-        (
-            "1_Dense/config.json",
-            {"bias": True},
-            "Normalize, bias True; expected Transformer, Dense",
-        ),
-        ("sentence_bert_config.json", {"query_expansion": {}}, "Normalize, query_expansion {};"),
-        ("modules.json", [0, 2], "name Transformer, MultiVectorMask; expected"),
-        (
-            "config_sentence_transformers.json",
-            {"model_type": "ColBERT"},
-            "has the format of ColBERT",
-        ),
-        ("config.json", {"architectures": ["HF_ColBERT"]}, "has the format of ColBERT"),
-        ("config.json", {}, "--maxsim-dim 5: the projection in .* gives 4"),
-    ],
-)
-def test_a_multi_vector_encoder_with_other_settings_is_refused(
-    bert: Path, tmp_path: Path, file: str, values: Any, message: str
-) -> None:
-    write_run(tmp_path / "run", f"hf:{bert}", loss="maxsim", maxsim_dim=4)
-    out = tmp_path / "out"
-    export_run(tmp_path / "run", to="sentence-transformers", output=out)
-    if isinstance(values, list):
-        listed = json.loads((out / file).read_text())
-        (out / file).write_text(json.dumps([listed[i] for i in values]))
-    else:
-        change_json(out / file, **values)
-    with pytest.raises(UsageError, match=message):
-        create(f"hf:{out}", options=ModelOptions(multi_vector=True, maxsim_dim=5))
+    def refused(name: str, message: str, **changes: Any) -> None:
+        before = (out / name).read_text()
+        change_json(out / name, **changes)
+        with pytest.raises(UsageError, match=message):
+            create(f"hf:{out}", options=ModelOptions(multi_vector=True, maxsim_dim=5))
+        (out / name).write_text(before)
+
+    refused("config.json", "--maxsim-dim 5: the projection in .* gives 4")
+    refused("config.json", "has the format of ColBERT", architectures=["HF_ColBERT"])
+    refused(about.name, "has the format of ColBERT", model_type="ColBERT")
+    refused("sentence_bert_config.json", "Normalize, query_expansion {};", query_expansion={})
+    refused("1_Dense/config.json", "Normalize, bias True; expected Transformer, D", bias=True)

@@ -48,6 +48,7 @@ def test_what_a_model_cannot_become_is_refused_with_what_it_can(tmp_path: Path) 
         (clip, {}, "a Hugging Face model of images and texts, .* expected --to huggingface"),
         (bert, {}, f"a Hugging Face text encoder, .* expected --to {both}"),
         (bert, {"hf_share": False}, "two text encoders, .* expected --to sentence-transformers"),
+        (bert, {"loss": "maxsim"}, "for each token, .* expected --to sentence-transformers"),
         ("glyph-small", {}, r"megabatch's own, .*models\.create\('glyph-small'"),
         (f"{own_model.__module__}:own_model", {}, r"a model of your own, .*create\('tests"),
     ]

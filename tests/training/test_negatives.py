@@ -13,6 +13,7 @@ import torch
 from megabatch.data import Batch, PairLoader, open_pairs
 from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, train
+from tests.export.runs import change_json
 from tests.models.tiny_bert import save_tiny_bert
 from tests.training.runs import logged, weights
 
@@ -21,9 +22,10 @@ LETTERS = "abcdefgh"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny text encoder, and a table of 24 pairs with three negatives each, but for one row."""
+    """A tiny text encoder without dropout, and 24 pairs with three negatives each, but for one."""
     folder = tmp_path_factory.mktemp("negatives")
-    save_tiny_bert(folder / "bert")
+    without = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    change_json(save_tiny_bert(folder / "bert") / "config.json", **without)
     words = [f"{LETTERS[i % 8]} {LETTERS[i // 8]}" for i in range(24)]
     rows = [
         {"query": w, "positive": w[::-1], "negatives": [f"{w} {e}" for e in "fgh"][: 3 - (i == 5)]}
@@ -93,10 +95,11 @@ def test_sources_without_negatives_are_refused(tmp_path: Path) -> None:
         open_pairs("glyphs", negatives=True)
 
 
+@pytest.mark.parametrize("loss", ["infonce", "maxsim"])
 def test_a_run_with_negatives_resumes_and_differs_from_one_without(
-    folder: Path, tmp_path: Path
+    folder: Path, tmp_path: Path, loss: str
 ) -> None:
-    whole = config_of(folder, tmp_path / "whole", lr_scheduler="const", warmup=0)
+    whole = config_of(folder, tmp_path / "whole", lr_scheduler="const", warmup=0, loss=loss)
     assert train(whole) == 0
     parts = replace(whole, output=tmp_path / "parts", steps=3)
     assert train(parts) == train(replace(parts, steps=5, resume=True)) == 0

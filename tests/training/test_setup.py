@@ -173,6 +173,7 @@ def test_scale_and_bias_start_as_the_loss_wants_and_a_bias_that_it_ignores_is_no
             "--lock-image: with 50 groups unlocked nothing of the image tower stays locked",
         ),
         ({"hf_pooling": "cls"}, "--hf-pooling: .*has no such option"),
+        ({"loss": "maxsim"}, "--loss maxsim: expected a text encoder .hf:PATH., got --model "),
     ],
 )
 def test_what_a_model_cannot_is_refused(changes: dict[str, Any], reason: str) -> None:

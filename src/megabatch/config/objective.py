@@ -21,7 +21,8 @@ class Objective(nn.Module):
     Args:
         loss: called as `loss(image_features, text_features, **others)`.
         takes: the names of the others, among "logit_scale", "temperature" (its inverse),
-            "logit_bias", "ids", "negatives" and "negative_mask".
+            "logit_bias", "ids", "negatives" and, for features of tokens, "query_mask",
+            "document_mask" and "negative_mask".
     """
 
     def __init__(self, loss: Callable[..., Tensor], takes: Collection[str]) -> None:
@@ -40,7 +41,7 @@ class Objective(nn.Module):
     ) -> Tensor:
         """The loss of normalised features (b, d), with scale and bias of shape () or (1,).
 
-        Features of tokens (b, length, d) go to the loss in tuples with their masks.
+        Features of tokens are (b, length, d), zeros where none counts.
 
         Args:
             ids: (b,) int64, equal for equal captions; on any device.
@@ -52,13 +53,13 @@ class Objective(nn.Module):
         for name, value in (("ids", ids), ("negatives", negative_features)):
             if value is not None:
                 others[name] = value.to(image_features.device, non_blocking=True)
-        sides: list[Any] = [image_features, text_features]
-        if image_features.dim() == 3:
-            sides = [(features, counted(features)) for features in sides]
-            if negative_features is not None:
-                negatives = others["negatives"].transpose(1, 2)
-                others |= {"negatives": negatives, "negative_mask": counted(negatives)}
-        return self.loss(*sides, **{n: others[n] for n in self.takes})
+        if "query_mask" in self.takes:
+            others |= {"query_mask": counted(image_features)}
+            others |= {"document_mask": counted(text_features)}
+        if "negative_mask" in self.takes:
+            others["negatives"] = others["negatives"].transpose(1, 2)
+            others["negative_mask"] = counted(others["negatives"])
+        return self.loss(image_features, text_features, **{n: others[n] for n in self.takes})
 
 
 def create_objective(config: Any, *, group: Any = None) -> Objective:

@@ -18,8 +18,9 @@ class LossEntry:
     name: str  #: of the class in `megabatch.losses`
     summary: str  #: text of the option for `--help`
     work: int = 8  #: floating-point operations of both passes, in units of b² d
-    #: Arguments of `forward` for the model's scale ("logit_scale", or "temperature", its inverse)
-    #: and for its bias ("logit_bias", if the loss depends on it: in a softmax it cancels).
+    #: Arguments of `forward` for the model's scale ("logit_scale", or "temperature", its inverse),
+    #: for its bias ("logit_bias", if the loss depends on it: in a softmax it cancels), and for the
+    #: masks of tokens.
     takes: tuple[str, ...] = ("logit_scale",)
     initial_scale: float | None = None  #: of the model's log scale; None: its own
     initial_bias: float | None = None  #: likewise
@@ -33,7 +34,7 @@ class LossEntry:
     #: Further arguments of the constructor with `--hard-negatives`, when `forward` takes
     #: `negatives`; None: the loss takes none.
     negatives: Mapping[str, Any] | None = None
-    #: Whether it compares tokens: models give (b, tokens, d), and further arguments are masks.
+    #: Whether it compares texts by features of their tokens.
     multi_vector: bool = False
 
 
@@ -69,7 +70,7 @@ TRAINABLE = {
     "maxsim": LossEntry(
         "MaxSimLoss",
         summary="infonce with a feature for each token of the texts (late interaction)",
-        takes=("temperature",),
+        takes=("temperature", "query_mask", "document_mask"),
         duplicates={"negatives": {}, "ignored": {}},
         arguments={"score": "mean"},  # between -1 and 1, as other losses': the scale is theirs
         negatives={"share_negatives": True},

@@ -279,14 +279,14 @@ def saved_pooling(folder: Path) -> Pooling:
         return "mean"
     modules = _read_json(folder / "modules.json")
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    path = folder / modules[kinds.index("Pooling")]["path"] / "config.json"
-    config = _read_json(path)
+    places = (folder / modules[i]["path"] for i, kind in enumerate(kinds) if kind == "Pooling")
+    config: dict[str, Any] = next((_read_json(place / "config.json") for place in places), {})
     modes = [key for key, on in config.items() if key.startswith("pooling_mode_") and on]
     modes += filter(None, [config.get("pooling_mode")])
     if len(modes) != 1 or modes[0] not in _SAVED or {*kinds} - _WITHOUT_EFFECT:
         raise UsageError(
             f"--model: sentence-transformers' files in {folder} name {', '.join(kinds)} with "
-            f"{', '.join(modes)}, expected one pooling of mean, cls, last and nothing after it "
-            "(--hf-pooling overrides them)"
+            f"{', '.join(modes) or 'no pooling'}, expected one pooling of mean, cls, last and "
+            "nothing after it (--hf-pooling overrides them)"
         )
     return _SAVED[modes[0]]
