@@ -26,9 +26,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megabatch.evaluation.tokens import Features, Tokens, scores, whole_groups
+from megabatch.evaluation.tokens import Features, Tokens, scores
 from megabatch.ranks import all_gather_rows, local_range
-from megabatch.similarity import settings
+from megabatch.similarity import eager, settings
 from megabatch.similarity.arguments import (
     accumulator_dtype,
     check_integers,
@@ -108,7 +108,10 @@ def answers_by_pairs(rows: Tensor, columns: Tensor, m: int, n: int) -> Answers:
 
 
 class Placed(NamedTuple):
-    """Of each row of a matrix, or each column, int64 (m,); nothing of one without a right pair."""
+    """Counts of each row, or column, int64 (m,) (see the module).
+
+    Those of one without a right pair mean nothing.
+    """
 
     above: Tensor
     equal: Tensor
@@ -158,8 +161,8 @@ class _Sweep:
             self.width = _ROWS * -(-len(y) // _ROWS)
         self.right, self.n = answers.there, len(y)
         self.mine = local_range(len(x), group, block=self.height)
-        # No product has few rows or a rest of columns, for which MKL rounds differently.
-        self.x, self.y = whole_groups(x), whole_groups(y)
+        # Padded once: `scores` would do so for each block.
+        self.x, self.y = x, y if isinstance(y, Tokens) else eager.whole_groups(y)
 
     def blocks(
         self, *, right_only: bool = False
@@ -169,16 +172,14 @@ class _Sweep:
         `right_only`: leave out blocks without a right pair.
         """
         for start in range(self.mine.start, self.mine.stop, self.height):
-            whole = slice(start, start + self.height)
-            i = slice(start, min(self.mine.stop, whole.stop))
+            i = slice(start, min(self.mine.stop, start + self.height))
             rows, columns = self.right.of(i).pairs()
             for j in strips(self.n, self.width):
                 here = (columns >= j.start) & (columns < j.stop)
                 if right_only and not bool(here.any()):
                     continue
-                s = scores(self.x, self.y, whole, slice(j.start, j.start + self.width))
-                s = s[: i.stop - i.start, : j.stop - j.start]
-                yield s, (i, j), (rows[here], columns[here] - j.start)
+                s = scores(self.x, self.y, i, slice(j.start, j.start + self.width))
+                yield s[:, : j.stop - j.start], (i, j), (rows[here], columns[here] - j.start)
 
 
 def _count(
@@ -275,20 +276,19 @@ def figures_and_chance(
     placed = place(x, y, answers, group)
     for name, columns, right, found in zip(ways, (y, x), answers, placed, strict=True):
         answerable = right.counts > 0
-        figures |= _summarise(name, *(count[answerable] for count in found), ks)
+        figures |= _summarise(name, Placed(*(count[answerable] for count in found)), ks)
         tied = right.counts[answerable]
-        chance |= _summarise(name, torch.zeros_like(tied), len(columns) - tied, tied, ks)
+        chance |= _summarise(name, Placed(torch.zeros_like(tied), len(columns) - tied, tied), ks)
     return figures, chance
 
 
-def _summarise(
-    name: str, above: Tensor, equal: Tensor, tied: Tensor, ks: Sequence[int]
-) -> dict[str, float]:
-    """The figures of one direction from each query's counts, int64 (q,) (see the module)."""
+def _summarise(name: str, placed: Placed, ks: Sequence[int]) -> dict[str, float]:
+    """The figures of one direction from each query's counts."""
+    above, equal, tied = placed
     ranks = (above + 1 + equal.double() / (tied + 1)).sort().values
     middle = ranks[[(len(ranks) - 1) // 2, len(ranks) // 2]]  # torch.median takes the lower
     return {
-        **{f"{name}/recall@{k}": float(answered_within(above, equal, tied, k).mean()) for k in ks},
+        **{f"{name}/recall@{k}": float(answered_within(*placed, k).mean()) for k in ks},
         f"{name}/median_rank": float(middle.mean()),
         f"{name}/queries": len(above),
     }

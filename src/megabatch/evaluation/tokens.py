@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megabatch.similarity import eager
@@ -41,21 +40,19 @@ class Tokens:
 Features: TypeAlias = "Tensor | Tokens"
 
 
-def whole_groups(x: Features) -> Features:
-    """x with rows of zeros, or empty texts, up to a multiple of 16; see `eager.whole_groups`."""
-    if isinstance(x, Tensor):
-        return eager.whole_groups(x)
-    return Tokens(x.features, F.pad(x.lengths, (0, -len(x) % 16)))
-
-
 def scores(x: Features, y: Features, i: slice | Tensor, j: slice | Tensor) -> Tensor:
     """Scores of x[i] against y[j], in float32 (float64 for float64 features).
 
     Those of tokens are the mean over the query's of the largest product with one of the document's,
-    as `--loss maxsim` has them: 0 of a query without tokens, -inf of a document without.
+    as `--loss maxsim` has them: 0 of a query without tokens, -inf of a document without. Equal
+    columns score the same, and equal rows.
     """
-    if isinstance(x, Tensor) or isinstance(y, Tensor):
-        return eager.logits(x[i], y[j])
-    (queries, counts), (documents, lengths) = x.padded(i), y.padded(j)
-    sums = Scores(Side(queries), Side(documents, lengths=lengths)).whole()
-    return sums / counts.clamp(min=1)[:, None]
+    if isinstance(x, Tokens):
+        assert isinstance(y, Tokens)  # a model gives both
+        (queries, counts), (documents, lengths) = x.padded(i), y.padded(j)
+        rows, columns = Side(eager.whole_groups(queries)), Side(documents, lengths=lengths)
+        return Scores(rows, columns).whole()[: len(counts)] / counts.clamp(min=1)[:, None]
+    assert isinstance(y, Tensor)
+    queries, candidates = x[i], y[j]
+    s = eager.logits(eager.whole_groups(queries), eager.whole_groups(candidates))
+    return s[: len(queries), : len(candidates)]

@@ -41,13 +41,13 @@ def logits(x: Tensor, y: Tensor, scale: Tensor | None = None, out: Tensor | None
 
 
 def whole_groups(y: Tensor) -> Tensor:
-    """y (n, d) with rows of zeros up to a multiple of 16: equal rows then have equal products.
+    """y (n, ...) with zeros up to a multiple of 16 rows: equal rows then have equal products.
 
-    For the columns left over from groups of 8, MKL uses other kernels, which round differently:
-    among 1,027 equal columns, a query's own could score less than nearly all others.
+    For columns left over from groups of 8, and for few rows, MKL uses other kernels, which round
+    differently: among 1,027 equal columns, a query's own could score less than nearly all others.
     """
     missing = -len(y) % 16
-    return F.pad(y, (0, 0, 0, missing)) if missing else y
+    return F.pad(y, (*(2 * y.dim() - 1) * (0,), missing)) if missing else y
 
 
 # --- blocks ---------------------------------------------------------------------------------------
