@@ -17,6 +17,7 @@ from megabatch.evaluation import retrieval
 from megabatch.evaluation.config import EvalConfig
 from megabatch.evaluation.retrieval import answers_by_pairs, figures_and_chance
 from megabatch.evaluation.run import evaluate
+from megabatch.evaluation.tokens import Tokens
 from megabatch.models import create
 from tests.evaluation.material import caption_table, image_folder, untrained_run
 from tests.similarity.distributed.processes import World, on_processes
@@ -33,8 +34,13 @@ def test_retrieval_over_processes_equals_one_process(world: World) -> None:
         expected = retrieval_metrics(x, y, x_ids=x_ids, y_ids=y_ids, group="local")
         found = retrieval_metrics(parts[0], others[0], x_ids=parts[1], y_ids=others[1])
         assert found == expected
-        alone, both = (figures_and_chance(x, y, right, ks=(1,), group=g) for g in ("local", None))
-        assert alone == both
+        lengths = torch.arange(1300) % 4, torch.arange(700) % 3
+        tokens = [Tokens(torch.randn(int(n.sum()), 8), n) for n in lengths]
+        for features in ((x, y), tokens):
+            alone, both = (
+                figures_and_chance(*features, right, ks=(1,), group=g) for g in ("local", None)
+            )
+            assert alone == both
     pairs = retrieval_metrics(world.shard(x[:700], [300, 400]), world.shard(y, [300, 400]))
     assert pairs == retrieval_metrics(x[:700], y, group="local")
     with pytest.raises(ValueError, match="expected the same call on all ranks"):

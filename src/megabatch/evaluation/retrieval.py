@@ -107,25 +107,14 @@ def answers_by_pairs(rows: Tensor, columns: Tensor, m: int, n: int) -> Answers:
     return Answers(one_way(rows, columns, m), one_way(columns, rows, n))
 
 
-class Placed(NamedTuple):
-    """Counts of each row, or column, int64 (m,) (see the module).
-
-    Those of one without a right pair mean nothing.
-    """
-
-    above: Tensor
-    equal: Tensor
-    tied: Tensor
-
-
 @torch.no_grad()
 def place(
     x: Features, y: Features, answers: Answers, group: object = "local"
-) -> tuple[Placed, Placed]:
-    """The counts of all rows and of all columns, from two sweeps over the matrix.
+) -> tuple[Tensor, Tensor]:
+    """`above`, `equal` and `tied` of each row and of each column, int64 (3, m) and (3, n).
 
-    The first one finds the scores of the best right pairs, and leaves out blocks without any.
-    Equal columns score the same, and equal rows.
+    Those of one without a right answer mean nothing. Of two sweeps over the matrix the first finds
+    the scores of the best right pairs. Equal columns score the same, and equal rows.
 
     Args:
         x: (m, d). y: (n, d). Or tokens, whose scores are those of late interaction.
@@ -136,64 +125,55 @@ def place(
     dtype, sizes = accumulator_dtype(like.dtype), (len(x), len(y))
     best = [like.new_full((size,), -torch.inf, dtype=dtype) for size in sizes]
     counts = [torch.zeros(3, size, dtype=torch.int64, device=like.device) for size in sizes]
-    sweep = _Sweep(x, y, answers, group)
     with settings.without_autocast(like):
-        for s, parts, right in sweep.blocks(right_only=True):
-            for of_side, part, index in zip(best, parts, right, strict=True):
-                of_side[part].scatter_reduce_(0, index, s[right], "amax")
-        best = [all_gather_rows(of_side[None], group).amax(0) for of_side in best]
-        for s, parts, right in sweep.blocks():
+        for s, parts, right in _blocks(x, y, answers.there, group, right_only=True):
+            for side, part in enumerate(parts):
+                best[side][part].scatter_reduce_(0, right[side], s[right], "amax")
+        best = [all_gather_rows(one[None], group).amax(0) for one in best]
+        for s, parts, right in _blocks(x, y, answers.there, group):
             for side, part in enumerate(parts):
                 _count(counts[side][:, part], s, best[side][part], right, side)
-    rows, columns = (Placed(*all_gather_rows(one[None], group).sum(0)) for one in counts)
+    rows, columns = (all_gather_rows(one[None], group).sum(0) for one in counts)
     return rows, columns
 
 
-class _Sweep:
-    """The scores of this rank's rows against all columns, block by block."""
+def _blocks(
+    x: Features, y: Features, right: Right, group: object, *, right_only: bool = False
+) -> Iterator[tuple[Tensor, tuple[slice, slice], tuple[Tensor, Tensor]]]:
+    """Scores of this rank's rows, their rows and columns, and where the right pairs' scores are.
 
-    def __init__(self, x: Features, y: Features, answers: Answers, group: object) -> None:
-        if isinstance(x, Tokens):
-            self.height = self.width = _GPU_TEXTS if x.lengths.is_cuda else _CPU_TEXTS
-        else:
-            most = (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // _ROWS
-            self.height = _ROWS * max(1, most // len(y))
-            self.width = _ROWS * -(-len(y) // _ROWS)
-        self.right, self.n = answers.there, len(y)
-        self.mine = local_range(len(x), group, block=self.height)
-        # Padded once: `scores` would do so for each block.
-        self.x, self.y = x, y if isinstance(y, Tokens) else eager.whole_groups(y)
-
-    def blocks(
-        self, *, right_only: bool = False
-    ) -> Iterator[tuple[Tensor, tuple[slice, slice], tuple[Tensor, Tensor]]]:
-        """Scores, their rows and columns, and where among them those of right pairs are.
-
-        `right_only`: leave out blocks without a right pair.
-        """
-        for start in range(self.mine.start, self.mine.stop, self.height):
-            i = slice(start, min(self.mine.stop, start + self.height))
-            rows, columns = self.right.of(i).pairs()
-            for j in strips(self.n, self.width):
-                here = (columns >= j.start) & (columns < j.stop)
-                if right_only and not bool(here.any()):
-                    continue
-                s = scores(self.x, self.y, i, slice(j.start, j.start + self.width))
-                yield s[:, : j.stop - j.start], (i, j), (rows[here], columns[here] - j.start)
+    `right_only`: leave out blocks without a right pair.
+    """
+    n = len(y)
+    if isinstance(x, Tokens):
+        height = width = _GPU_TEXTS if x.lengths.is_cuda else _CPU_TEXTS
+    else:
+        height = _ROWS * max(1, (_GPU_SCORES if x.is_cuda else _CPU_SCORES) // n // _ROWS)
+        y = eager.whole_groups(y) if isinstance(y, Tensor) else y  # once, not in each block
+        width = len(y)
+    mine = local_range(len(x), group, block=height)
+    for start in mine[::height]:
+        i = slice(start, min(mine.stop, start + height))
+        rows, columns = right.of(i).pairs()
+        for j in strips(n, width):
+            here = (columns >= j.start) & (columns < j.stop)
+            if right_only and not bool(here.any()):
+                continue
+            s = scores(x, y, i, slice(j.start, j.start + width))[:, : j.stop - j.start]
+            yield s, (i, j), (rows[here], columns[here] - j.start)
 
 
 def _count(
     counts: Tensor, s: Tensor, best: Tensor, right: tuple[Tensor, Tensor], side: int
 ) -> None:
-    """Add a block of scores to the counts (3, m) of its rows (`side` 0) or columns (1).
+    """Add a block of scores to the counts of its rows (`side` 0) or columns (1), (3, m).
 
-    best: (m,) scores of their best right pairs. right: rows and columns of the block's right pairs.
+    best: (m,) scores of their best right pairs; right: where in the block those pairs are.
     """
-    (above, equal, tied), dim = counts, 1 - side
-    limit = best.unsqueeze(dim)
+    (above, equal, tied), limit = counts, best.unsqueeze(1 - side)
     # As bytes into int32: on the CPU 16 times as fast as the sum of a boolean mask.
-    above += (~(s <= limit)).view(torch.uint8).sum(dim, dtype=torch.int32)  # NaN, too
-    equal += (s == limit).view(torch.uint8).sum(dim, dtype=torch.int32)
+    above += (~(s <= limit)).view(torch.uint8).sum(1 - side, dtype=torch.int32)  # NaN, too
+    equal += (s == limit).view(torch.uint8).sum(1 - side, dtype=torch.int32)
     is_best = (s[right] == best[right[side]]).long()
     tied.scatter_add_(0, right[side], is_best)
     equal.scatter_add_(0, right[side], -is_best)
@@ -276,26 +256,28 @@ def figures_and_chance(
     placed = place(x, y, answers, group)
     for name, columns, right, found in zip(ways, (y, x), answers, placed, strict=True):
         answerable = right.counts > 0
-        figures |= _summarise(name, Placed(*(count[answerable] for count in found)), ks)
+        figures |= _summarise(name, found[:, answerable], ks)
         tied = right.counts[answerable]
-        chance |= _summarise(name, Placed(torch.zeros_like(tied), len(columns) - tied, tied), ks)
+        wrong = len(columns) - tied
+        chance |= _summarise(name, torch.stack([torch.zeros_like(tied), wrong, tied]), ks)
     return figures, chance
 
 
-def _summarise(name: str, placed: Placed, ks: Sequence[int]) -> dict[str, float]:
-    """The figures of one direction from each query's counts."""
-    above, equal, tied = placed
+def _summarise(name: str, counts: Tensor, ks: Sequence[int]) -> dict[str, float]:
+    """The figures of one direction from each query's counts, int64 (3, q) (see the module)."""
+    above, equal, tied = counts
     ranks = (above + 1 + equal.double() / (tied + 1)).sort().values
     middle = ranks[[(len(ranks) - 1) // 2, len(ranks) // 2]]  # torch.median takes the lower
     return {
-        **{f"{name}/recall@{k}": float(answered_within(*placed, k).mean()) for k in ks},
+        **{f"{name}/recall@{k}": float(answered_within(counts, k).mean()) for k in ks},
         f"{name}/median_rank": float(middle.mean()),
         f"{name}/queries": len(above),
     }
 
 
-def answered_within(above: Tensor, equal: Tensor, tied: Tensor, k: int) -> Tensor:
-    """Each query's probability of a right answer among the first k, float64 (q,)."""
+def answered_within(counts: Tensor, k: int) -> Tensor:
+    """Each query's probability of a right answer among the first k, float64 (q,), from `place`."""
+    above, equal, tied = counts
     missed = torch.ones(len(above), dtype=torch.float64, device=above.device)
     last = int((above + equal).max()) + 1  # from that rank on, every query has been answered
     for position in range(min(k, last)):

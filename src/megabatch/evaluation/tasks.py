@@ -170,7 +170,7 @@ def accuracy(
     """
     answers = answers_by_ids(labels, torch.arange(len(classes), device=labels.device))
     placed, _ = place(images, classes, answers, group)
-    within = [answered_within(*placed, k) for k in TOPS]
+    within = [answered_within(placed, k) for k in TOPS]
     counts, right = labels.bincount(), labels.bincount(within[0])
     shares = (*within, (right / counts)[counts > 0])
     return {name: float(s.mean()) for name, s in zip(ACCURACY.values(), shares, strict=True)}

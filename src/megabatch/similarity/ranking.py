@@ -13,6 +13,7 @@ from megabatch.similarity.arguments import (
     accumulator_dtype,
     check_id_pair,
     check_integers,
+    check_two,
 )
 from megabatch.similarity.distributed import comm
 from megabatch.similarity.distributed.comm import group_name
@@ -138,7 +139,8 @@ def _checked(
             f"{call}: expected a call outside torch.func's transforms, as its control flow depends "
             "on values; for several inputs, loop over them"
         )
-    _, lengths = check_matrix(x, y, None, col_lengths, autocast=False)
+    check_two(x, y, autocast=False, tokens=isinstance(x, Tensor) and x.dim() == 3)
+    _, lengths = check_matrix(x, y, None, col_lengths)
     if ids is None:
         return Side(x), Side(y, lengths=lengths)
     row_ids, col_ids = check_id_pair(ids, x, y, "(row_ids, col_ids)")

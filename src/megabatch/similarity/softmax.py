@@ -235,22 +235,14 @@ def split_stacks(
 
 
 def check_matrix(
-    x: Tensor,
-    y: Tensor | None,
-    row_weight: Tensor | None,
-    col_lengths: Tensor | None,
-    *,
-    autocast: bool = True,
+    x: Tensor, y: Tensor | None, row_weight: Tensor | None, col_lengths: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Check features (m, d), or with y of late interaction; returns its weights and lengths.
-
-    `autocast`: as in `check_two`.
-    """
+    """Check features (m, d), or with y of late interaction; returns its weights and lengths."""
     tokens = y is not None and isinstance(x, Tensor) and x.dim() == 3
     if y is None:
         check_features("x", x)
     else:
-        check_two(x, y, tokens=tokens, autocast=autocast)
+        check_two(x, y, tokens=tokens)
     for name, value in (("row_weight", row_weight), ("col_lengths", col_lengths)):
         if value is not None and not tokens:
             raise ValueError(f"{name}: expected None for x of shape (m, d), got a tensor")

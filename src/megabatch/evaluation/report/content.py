@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from megabatch.evaluation.retrieval import Right
 from megabatch.evaluation.run_folder import write_atomically
 from megabatch.evaluation.table import WAYS
 from megabatch.evaluation.tasks import Matched
@@ -52,32 +51,28 @@ def save(folder: Path, shown: Sequence[Matched]) -> None:
 
 def galleries(task: Matched) -> list[dict[str, Any]]:
     """Queries of each direction with their answers."""
-    x, y, (there, back) = task.features, task.text_features, task.answers
-
-    def against_texts(drawn: Tensor) -> Tensor:
-        return torch.cat([scores(x, y, drawn, j) for j in strips(len(y), _AT_ONCE)], 1)
-
-    def against_images(drawn: Tensor) -> Tensor:
-        return torch.cat([scores(x, y, i, drawn) for i in strips(len(x), _AT_ONCE)]).T
-
     return [
-        {"way": WAYS[0], "examples": _examples(task, against_texts, there, _image, _text)},
-        {"way": WAYS[1], "examples": _examples(task, against_images, back, _text, _image)},
+        {"way": WAYS[0], "examples": _examples(task, 0, _image, _text)},
+        {"way": WAYS[1], "examples": _examples(task, 1, _text, _image)},
     ]
 
 
-def _examples(
-    task: Matched, score: Callable[[Tensor], Tensor], right: Right, query: Entry, answer: Entry
-) -> list[dict[str, Any]]:
-    """Queries with their best answers, and the best right one if it is not among them.
+def _scores(task: Matched, drawn: Tensor, side: int) -> Tensor:
+    """Scores of some images (`side` 0) against all texts, or of some texts (1) against images."""
+    x, y = task.features, task.text_features
+    if side == 0:
+        return torch.cat([scores(x, y, drawn, j) for j in strips(len(y), _AT_ONCE)], 1)
+    return torch.cat([scores(x, y, i, drawn) for i in strips(len(x), _AT_ONCE)]).T
 
-    `score`: of some queries, from their positions, against all candidates.
-    """
+
+def _examples(task: Matched, side: int, query: Entry, answer: Entry) -> list[dict[str, Any]]:
+    """Queries with their best answers, and the best right one if it is not among them."""
+    right = task.answers[side]
     answerable = right.counts.nonzero().squeeze(1)
     order = torch.randperm(len(answerable), generator=torch.Generator().manual_seed(0))
     drawn = answerable[order[:_QUERIES].to(answerable.device)]
     examples = []
-    for position, found in zip(drawn.tolist(), score(drawn), strict=True):
+    for position, found in zip(drawn.tolist(), _scores(task, drawn, side), strict=True):
         ranked = found.argsort(descending=True, stable=True)
         is_right = torch.isin(ranked, right.of_row(position))
         best = int(is_right.nonzero()[0])
