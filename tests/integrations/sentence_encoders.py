@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,10 @@ library: Any = pytest.importorskip("sentence_transformers", minversion="5.4")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 modules: Any = importlib.import_module("sentence_transformers.sentence_transformer.modules")
+
+multi_vector = pytest.mark.skipif(library.__version__ < "6", reason="before multi-vector encoders")
+#: In the library this method rounds scores of late interaction to float32.
+scores_in_float64 = mock.patch.object(Tensor, "float", Tensor.double)
 
 OTHER_DIRECTIONS = ["query_to_query", "doc_to_query", "doc_to_doc"]
 SYMMETRIC = ("query_to_doc", "doc_to_query")
@@ -36,6 +41,16 @@ def static(folder: Path) -> Any:
     return library.SentenceTransformer(modules=[words], device="cpu")
 
 
+def colbert(folder: Path) -> Any:
+    """A multi-vector encoder with dropout. Short queries are expanded, "h" in documents skipped."""
+    torch.manual_seed(0)
+    expansion = {"strategy": "min", "length": 6, "token": "[UNK]"}
+    words = modules.Transformer(str(folder / "bert"), query_expansion=expansion)
+    mask = library.multi_vector_encoder.modules.MultiVectorMask(["h"])
+    unit = modules.Normalize("token_embeddings", "token_embeddings")
+    return library.MultiVectorEncoder(modules=[words, mask, unit], device="cpu")
+
+
 def without_dropout(model: Any) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
@@ -50,6 +65,29 @@ def loss_and_gradients(loss: Any, columns: list[Tensor]) -> list[Tensor]:
     embeddings = [column.clone().requires_grad_() for column in columns]
     value = loss.compute_loss_from_embeddings(embeddings, None)
     return [value.detach(), *torch.autograd.grad(value, embeddings)]
+
+
+def own_multi_vector_loss(*args: Any, **kwargs: Any) -> Any:
+    losses = library.multi_vector_encoder.losses
+    return losses.CachedMultiVectorMultipleNegativesRankingLoss(*args, **kwargs)
+
+
+def loss_of_tokens(loss: Any, columns: int, own: slice = slice(None)) -> list[Tensor]:
+    """The loss of random tokens and its gradients; in one column of negatives a row has no token.
+
+    Each column has two mini-batches of different lengths. own: which of them are in the batch.
+    """
+    generator = torch.Generator().manual_seed(columns)
+    tokens, masks = [], []
+    for length in (5, 7, 9, 4)[:columns]:
+        sizes = (3, length, 7), (5, length - 1, 7)
+        draws = [torch.rand(*size, generator=generator, dtype=torch.float64) for size in sizes]
+        tokens.append([(draw[..., 1:] - 0.5).requires_grad_() for draw in draws[own]])
+        masks.append([draw[..., 0] > 0.3 for draw in draws[own]])
+    if columns > 2:
+        masks[2][0][1] = False
+    value = loss.calculate_loss(tokens, masks, with_backward=True)
+    return [value, *(part.grad for column in tokens for part in column)]
 
 
 def embeddings(rows: int, columns: int) -> list[Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,15 @@ from tests.integrations.sentence_encoders import (
     SYMMETRIC,
     WIDTH,
     bert,
+    colbert,
     embeddings,
     library,
     loss_and_gradients,
+    loss_of_tokens,
     modules,
+    multi_vector,
+    own_multi_vector_loss,
+    scores_in_float64,
     without_dropout,
 )
 
@@ -27,8 +34,10 @@ util: Any = library.util
 transformers: Any = pytest.importorskip("transformers")
 losses: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
 
+from megabatch.integrations import sentence_transformers as integration  # noqa: E402
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
+    MegabatchMultiVectorRankingLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
     _sorted_by_length,
@@ -160,12 +169,12 @@ def test_losses_of_sparse_encoders_take_it(wrapper: str, folder: Path) -> None:
 # --- texts in order of their lengths --------------------------------------------------------------
 
 
-def different_lengths(model: Any) -> list[dict[str, Any]]:
+def different_lengths(model: Any, **options: Any) -> list[dict[str, Any]]:
     """Three columns of seven texts of one to nine words, in no order."""
     counts = [[1, 9, 2, 8, 3, 1, 5], [4, 1, 7, 2, 2, 6, 9], [1, 1, 2, 3, 1, 8, 1]]
     letters = 3 * "abcdefgh"
     texts = [[" ".join(letters[i : i + n]) for i, n in enumerate(column)] for column in counts]
-    return [model.preprocess(column) for column in texts]
+    return [model.preprocess(column, **options) for column in texts]
 
 
 def step(loss: Any, model: Any, columns: list[dict[str, Any]]) -> list[Tensor]:
@@ -228,3 +237,57 @@ def test_other_inputs_than_rows_of_tokens_are_not_sorted(model: Any) -> None:
     pictures = {**texts, "pixel_values": torch.zeros(2, 3, 4, 4)}
     for features in (flat, pictures):
         assert _sorted_by_length(features) == (features, None)
+
+
+# --- multi-vector encoders ------------------------------------------------------------------------
+
+
+@multi_vector
+@scores_in_float64
+@pytest.mark.parametrize("columns", [2, 4])
+@pytest.mark.parametrize("name", ["colbert_scores", "mean_colbert_scores"])
+def test_multi_vector_value_and_gradients_are_the_librarys(name: str, columns: int) -> None:
+    scores = getattr(library.multi_vector_encoder.scoring, name)
+    found, expected = (
+        loss_of_tokens(kind(nn.Module(), scale=3.0, similarity_fct=scores), columns)
+        for kind in (MegabatchMultiVectorRankingLoss, own_multi_vector_loss)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+@multi_vector
+@scores_in_float64
+@pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 20}])
+def test_multi_vector_encoders_get_the_librarys_gradients(
+    folder: Path, settings: dict[str, int]
+) -> None:
+    model = without_dropout(colbert(folder).double())
+    columns = [different_lengths(model, task="query")[0], *different_lengths(model)[1:]]
+    assert columns[0]["query_expansion_positions"].any()
+    mine, own = (
+        MegabatchMultiVectorRankingLoss(model, **settings),
+        own_multi_vector_loss(model, **settings),
+    )
+    assert mine.sort_by_length
+    for wrapped in (lambda loss: loss, lambda loss: losses.MatryoshkaLoss(model, loss, [WIDTH, 6])):
+        found, expected = (step(wrapped(loss), model, columns) for loss in (mine, own))
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+@multi_vector
+def test_other_scores_and_single_columns_of_tokens_are_refused(folder: Path) -> None:
+    model, xtr = colbert(folder), library.multi_vector_encoder.scoring.XTRScores(4)
+    with pytest.raises(ValueError, match="similarity_fct: expected colbert_scores or"):
+        MegabatchMultiVectorRankingLoss(model, similarity_fct=xtr)
+    with pytest.raises(ValueError, match="expected queries, positives and any negatives, got 1"):
+        MegabatchMultiVectorRankingLoss(model)([model.preprocess(["a b"])])
+
+
+def test_a_release_without_multi_vector_encoders(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers.multi_vector_encoder", None)
+    names = runpy.run_path(integration.__file__)
+    assert names["MegabatchRankingLoss"](model).scale == 20
+    with pytest.raises(ImportError, match="expected sentence-transformers 6"):
+        names["MegabatchMultiVectorRankingLoss"](model)

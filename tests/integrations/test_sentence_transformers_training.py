@@ -18,9 +18,14 @@ from tests.integrations.sentence_encoders import (
     SYMMETRIC,
     WIDTH,
     bert,
+    colbert,
     embeddings,
     library,
     loss_and_gradients,
+    loss_of_tokens,
+    multi_vector,
+    own_multi_vector_loss,
+    scores_in_float64,
     static,
     without_dropout,
 )
@@ -34,6 +39,7 @@ losses: Any = importlib.import_module("sentence_transformers.sentence_transforme
 
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
+    MegabatchMultiVectorRankingLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
 )
@@ -58,6 +64,7 @@ def texts(columns: int) -> Any:
 CACHED = MegabatchRankingLoss, losses.CachedMultipleNegativesRankingLoss
 UNCACHED = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
 GUIDED = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+MULTI_VECTOR = MegabatchMultiVectorRankingLoss, own_multi_vector_loss
 
 
 def train_both(
@@ -96,9 +103,10 @@ def train_both(
     weights, evaluations = [], []
     for kind in kinds:
         model = make_model(folder)
-        trainer = library.SentenceTransformerTrainer(
+        kind_of_model = type(model).__name__
+        trainer = getattr(library, f"{kind_of_model}Trainer")(
             model,
-            library.SentenceTransformerTrainingArguments(**options, **arguments),
+            getattr(library, f"{kind_of_model}TrainingArguments")(**options | arguments),
             train_dataset=data,
             eval_dataset=data,
             loss=make_loss(kind, model),
@@ -165,6 +173,19 @@ def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
     train_both(folder, UNCACHED, matryoshka, texts(3), make_model=static)
 
 
+def train_multi_vector_encoders(folder: Path, **settings: Any) -> None:
+    """50 steps with prompts, expanded queries, skipped tokens and a column of negatives."""
+    make_loss = lambda kind, model: kind(model, scale=4.0, mini_batch_size=4, **settings)  # noqa: E731
+    options: dict[str, Any] = {"max_steps": 50, "gradient_accumulation_steps": 1}
+    options["prompts"] = {"anchor": "a ", "positive": "b ", "negative_1": "b "}
+    train_both(folder, MULTI_VECTOR, make_loss, texts(3), make_model=colbert, **options)
+
+
+@multi_vector
+def test_multi_vector_encoders_train_as_the_librarys(folder: Path) -> None:
+    train_multi_vector_encoders(folder)
+
+
 def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:
     words = ["a b c d e f g", "b", "c d", "a c e g b d f h", "f", "e f g", "g h", "h"]
     columns = {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
@@ -192,6 +213,7 @@ def on_two_trains_as_the_librarys_do(world: World) -> None:
     if library.__version__ >= "6":
         guide = bert(world.folder)
         train_both(world.folder, GUIDED, functools.partial(guided, guide), texts(3))
+        train_multi_vector_encoders(world.folder, gather_across_devices=True)
 
 
 def on_two_shards_of_different_sizes(world: World) -> None:
@@ -212,3 +234,16 @@ def on_two_shards_of_different_sizes(world: World) -> None:
     torch.testing.assert_close(found / 2, expected)
     for column, gradient in zip(own_gradients, gradients, strict=True):
         torch.testing.assert_close(column / 2, gradient[own])
+
+
+@scores_in_float64
+def on_two_shards_of_documents_of_different_lengths(world: World) -> None:
+    if library.__version__ >= "6":
+        expected, *gradients = loss_of_tokens(own_multi_vector_loss(nn.Module()), 4)
+        loss = MegabatchMultiVectorRankingLoss(nn.Module(), gather_across_devices=True)
+        own = slice(world.rank, world.rank + 1)
+        found, *own_gradients = loss_of_tokens(loss, 4, own)
+        dist.all_reduce(found)
+        torch.testing.assert_close(found / 2, expected)
+        for found, expected in zip(own_gradients, gradients[world.rank :: 2], strict=True):
+            torch.testing.assert_close(found / 2, expected)
