@@ -72,22 +72,23 @@ def own_multi_vector_loss(*args: Any, **kwargs: Any) -> Any:
     return losses.CachedMultiVectorMultipleNegativesRankingLoss(*args, **kwargs)
 
 
-def loss_of_tokens(loss: Any, columns: int, own: slice = slice(None)) -> list[Tensor]:
-    """The loss of random tokens and its gradients; in one column of negatives a row has no token.
+def different_lengths(model: Any, **first: Any) -> list[dict[str, Any]]:
+    """Three columns of seven texts of one to nine words, in no order."""
+    counts = [[1, 9, 2, 8, 3, 1, 5], [4, 1, 7, 2, 2, 6, 9], [1, 1, 2, 3, 1, 8, 1]]
+    letters = 3 * "abcdefgh"
+    texts = [[" ".join(letters[i : i + n]) for i, n in enumerate(column)] for column in counts]
+    return [model.preprocess(texts[0], **first), *map(model.preprocess, texts[1:])]
 
-    Each column has two mini-batches of different lengths. own: which of them are in the batch.
-    """
-    generator = torch.Generator().manual_seed(columns)
-    tokens, masks = [], []
-    for length in (5, 7, 9, 4)[:columns]:
-        sizes = (3, length, 7), (5, length - 1, 7)
-        draws = [torch.rand(*size, generator=generator, dtype=torch.float64) for size in sizes]
-        tokens.append([(draw[..., 1:] - 0.5).requires_grad_() for draw in draws[own]])
-        masks.append([draw[..., 0] > 0.3 for draw in draws[own]])
-    if columns > 2:
-        masks[2][0][1] = False
-    value = loss.calculate_loss(tokens, masks, with_backward=True)
-    return [value, *(part.grad for column in tokens for part in column)]
+
+def step(loss: Any, model: Any, columns: list[dict[str, Any]]) -> list[Tensor]:
+    """The loss, gradients of all weights, and the loss without gradients."""
+    model.zero_grad()
+    value = loss([dict(column) for column in columns], None)
+    value.backward()
+    gradients = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
+    with torch.no_grad():
+        evaluated = loss([dict(column) for column in columns], None)
+    return [value.detach(), evaluated, *(gradient.clone() for gradient in gradients)]
 
 
 def embeddings(rows: int, columns: int) -> list[Tensor]:

@@ -19,14 +19,15 @@ from tests.integrations.sentence_encoders import (
     WIDTH,
     bert,
     colbert,
+    different_lengths,
     embeddings,
     library,
     loss_and_gradients,
-    loss_of_tokens,
     modules,
     multi_vector,
     own_multi_vector_loss,
     scores_in_float64,
+    step,
     without_dropout,
 )
 
@@ -169,25 +170,6 @@ def test_losses_of_sparse_encoders_take_it(wrapper: str, folder: Path) -> None:
 # --- texts in order of their lengths --------------------------------------------------------------
 
 
-def different_lengths(model: Any, **options: Any) -> list[dict[str, Any]]:
-    """Three columns of seven texts of one to nine words, in no order."""
-    counts = [[1, 9, 2, 8, 3, 1, 5], [4, 1, 7, 2, 2, 6, 9], [1, 1, 2, 3, 1, 8, 1]]
-    letters = 3 * "abcdefgh"
-    texts = [[" ".join(letters[i : i + n]) for i, n in enumerate(column)] for column in counts]
-    return [model.preprocess(column, **options) for column in texts]
-
-
-def step(loss: Any, model: Any, columns: list[dict[str, Any]]) -> list[Tensor]:
-    """The loss, gradients of all weights, and the loss without gradients."""
-    model.zero_grad()
-    value = loss([dict(column) for column in columns], None)
-    value.backward()
-    gradients = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
-    with torch.no_grad():
-        evaluated = loss([dict(column) for column in columns], None)
-    return [value.detach(), evaluated, *(gradient.clone() for gradient in gradients)]
-
-
 @pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 12}])
 def test_sorted_texts_give_the_librarys_loss_and_gradients(
     model: Any, folder: Path, settings: dict[str, int]
@@ -223,6 +205,8 @@ def test_texts_are_sorted_where_padding_is_masked(model: Any, folder: Path) -> N
     assert MegabatchRankingLoss(model).sort_by_length
     assert MegabatchGISTEmbedLoss(model, bert(folder)).sort_by_length
     assert not MegabatchRankingLoss(model, sort_by_length=False).sort_by_length
+    if library.__version__ >= "6":
+        assert MegabatchMultiVectorRankingLoss(colbert(folder)).sort_by_length
     convolution = library.SentenceTransformer(
         modules=[model[0], modules.CNN(WIDTH, WIDTH), modules.Pooling(WIDTH)], device="cpu"
     )
@@ -244,41 +228,33 @@ def test_other_inputs_than_rows_of_tokens_are_not_sorted(model: Any) -> None:
 
 @multi_vector
 @scores_in_float64
-@pytest.mark.parametrize("columns", [2, 4])
-@pytest.mark.parametrize("name", ["colbert_scores", "mean_colbert_scores"])
-def test_multi_vector_value_and_gradients_are_the_librarys(name: str, columns: int) -> None:
-    scores = getattr(library.multi_vector_encoder.scoring, name)
-    found, expected = (
-        loss_of_tokens(kind(nn.Module(), scale=3.0, similarity_fct=scores), columns)
-        for kind in (MegabatchMultiVectorRankingLoss, own_multi_vector_loss)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
-
-
-@multi_vector
-@scores_in_float64
-@pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 20}])
-def test_multi_vector_encoders_get_the_librarys_gradients(
-    folder: Path, settings: dict[str, int]
+@pytest.mark.parametrize(
+    ("columns", "scores", "settings"),
+    [
+        (3, "colbert_scores", {"mini_batch_size": 2}),
+        (2, "mean_colbert_scores", {"mini_batch_num_tokens": 20, "scale": 3.0}),
+    ],
+)
+def test_multi_vector_loss_and_gradients_are_the_librarys(
+    columns: int, scores: str, settings: dict[str, Any], folder: Path
 ) -> None:
     model = without_dropout(colbert(folder).double())
-    columns = [different_lengths(model, task="query")[0], *different_lengths(model)[1:]]
-    assert columns[0]["query_expansion_positions"].any()
-    mine, own = (
-        MegabatchMultiVectorRankingLoss(model, **settings),
-        own_multi_vector_loss(model, **settings),
-    )
-    assert mine.sort_by_length
-    for wrapped in (lambda loss: loss, lambda loss: losses.MatryoshkaLoss(model, loss, [WIDTH, 6])):
-        found, expected = (step(wrapped(loss), model, columns) for loss in (mine, own))
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    batch = different_lengths(model, task="query")[:columns]
+    assert batch[0]["query_expansion_positions"].any()
+    settings |= {"similarity_fct": getattr(library.multi_vector_encoder.scoring, scores)}
+    results = []
+    for kind in (MegabatchMultiVectorRankingLoss, own_multi_vector_loss):
+        loss = kind(model, **settings)
+        results.append(step(loss, model, batch))
+        results[-1] += step(losses.MatryoshkaLoss(model, loss, [WIDTH, 6]), model, batch)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
 
 
 @multi_vector
 def test_other_scores_and_single_columns_of_tokens_are_refused(folder: Path) -> None:
-    model, xtr = colbert(folder), library.multi_vector_encoder.scoring.XTRScores(4)
-    with pytest.raises(ValueError, match="similarity_fct: expected colbert_scores or"):
-        MegabatchMultiVectorRankingLoss(model, similarity_fct=xtr)
+    model = colbert(folder)
+    with pytest.raises(ValueError, match=r"expected colbert_scores or.*got cos_sim"):
+        MegabatchMultiVectorRankingLoss(model, similarity_fct=util.cos_sim)
     with pytest.raises(ValueError, match="expected queries, positives and any negatives, got 1"):
         MegabatchMultiVectorRankingLoss(model)([model.preprocess(["a b"])])
 
