@@ -153,13 +153,13 @@ class MaxSimLoss(InfoNCELoss):
 
     def _queries(self, features: Tensor, mask: Tensor | None, length: int) -> Rows:
         """Features with zeros where no token counts, and factors of the scores."""
-        counts = torch.full((len(features),), features.shape[1], device=features.device)
         if mask is not None:
             mask = _checked_mask("query_mask", mask, features)
-            features, counts = features.masked_fill(~mask[..., None], 0), mask.sum(1)
+            features = features.masked_fill(~mask[..., None], 0)
         weight = None
         if self.score == "mean":
-            weight = counts.clamp(min=1).to(torch.float64).reciprocal()
+            counts = features.new_ones(features.shape[:2]) if mask is None else mask
+            weight = counts.sum(1, dtype=torch.float64).clamp(min=1).reciprocal()
         return _lengthened(Rows(self._operand(features), None, weight), length)
 
     def _documents(self, name: str, features: Tensor, mask: Tensor | None) -> Rows:
