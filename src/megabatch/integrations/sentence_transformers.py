@@ -41,8 +41,10 @@ try:
         CachedMultiVectorMultipleNegativesRankingLoss,
     )
     from sentence_transformers.util import cat_padded_token_embeddings
+
+    _MultiVectorLoss: Any = CachedMultiVectorMultipleNegativesRankingLoss
 except ImportError:  # before 6.0
-    CachedMultiVectorMultipleNegativesRankingLoss = object
+    _MultiVectorLoss = object
 
 #: Modules of sentence-transformers whose result for a text does not depend on its padding, after
 #: a transformer that masks padding.
@@ -216,7 +218,7 @@ class MegabatchGISTEmbedLoss(_Cached, CachedGISTEmbedLoss):
         return _finished(guided_loss(self, embeddings, guides), with_backward)
 
 
-class MegabatchMultiVectorRankingLoss(_Cached, CachedMultiVectorMultipleNegativesRankingLoss):
+class MegabatchMultiVectorRankingLoss(_Cached, _MultiVectorLoss):
     """`CachedMultiVectorMultipleNegativesRankingLoss` at any batch size: late interaction.
 
     Args:
@@ -232,10 +234,10 @@ class MegabatchMultiVectorRankingLoss(_Cached, CachedMultiVectorMultipleNegative
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if CachedMultiVectorMultipleNegativesRankingLoss is object:
+        if _MultiVectorLoss is object:
             raise ImportError(
-                f"{type(self).__name__}: expected sentence-transformers 6.0 or newer, with "
-                f"multi-vector encoders, got {version('sentence-transformers')}"
+                f"{type(self).__name__}: expected sentence-transformers 6.0 or newer, got "
+                f"{version('sentence-transformers')}, which has no multi-vector encoders"
             )
         super().__init__(*args, **kwargs)
         _score(self.similarity_fct)
@@ -334,9 +336,7 @@ def guided_loss(settings: Any, embeddings: list[Tensor], guides: list[Tensor]) -
 
 
 def multi_vector_loss(settings: Any, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
-    """The library's multi-vector ranking loss: the mean over queries of -log softmax of scores.
-
-    The candidates of a query are the documents of all columns of all queries.
+    """The library's multi-vector ranking loss: late interaction with all documents of the batch.
 
     Args:
         settings: an object with the attributes of `CachedMultiVectorMultipleNegativesRankingLoss`.
@@ -350,10 +350,8 @@ def multi_vector_loss(settings: Any, tokens: list[Tensor], masks: list[Tensor]) 
         ValueError: there are fewer than two columns; `similarity_fct` is not supported.
     """
     _check_columns(tokens)
-    score, group = (
-        _score(settings.similarity_fct),
-        None if settings.gather_across_devices else "local",
-    )
+    score = _score(settings.similarity_fct)
+    group = None if settings.gather_across_devices else "local"
     loss = MaxSimLoss(1 / settings.scale, score=score, group=group)
     if len(tokens) == 2:
         return loss(*tokens, *masks)
