@@ -27,7 +27,7 @@ from megabatch.similarity.matrix import PAIRED, Matrix
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import aligned, block_diagonal, scale_rows
 from megabatch.similarity.triton.launch import kernel
-from megabatch.similarity.triton.scores import merge_scores, score_gradients
+from megabatch.similarity.triton.scores import COLS, OWN, ROWS, merge_scores, score_gradients
 from megabatch.similarity.triton.softmax import BinaryStates, new_upstream
 
 #: Queries and documents of a block of logits.
@@ -104,15 +104,16 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
         for i, j, own, other in self.blocks_with_states(rows, cols, overwrite, to_results):
             out, scratch = self._place(i, j)
             scores = self._sums(i, j, out, self._saved_places.get((i.start, j.start)))
-            tiles = cdiv(i.stop - i.start, TILE), cdiv(j.stop - j.start, TILE)
-            side = other or own
+            side, count = other or own, cdiv(i.stop - i.start, OWN.value)
+            if other is not None:
+                count += cdiv(j.stop - j.start, OWN.value)
             merge_scores.launch(
-                tiles[0] + (0 if other is None else tiles[1]),
+                count,
                 row_state=own.numbers, row_state_stride=own.stride,
                 row_is_first=own.is_first, row_is_last=own.is_last,
                 col_state=side.numbers, col_state_stride=side.stride,
                 col_is_first=side.is_first, col_is_last=side.is_last,
-                **self._scores(i, j, scores, scratch), num_warps=8,
+                **self._scores(i, j, scores, scratch),
             )  # fmt: skip
 
     def gradient_block(
@@ -126,10 +127,10 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
         self._transposed = scores.new_empty(n, m)
         rows, cols = rows if rows is None else rows[:, i], cols if cols is None else cols[:, j]
         score_gradients.launch(
-            cdiv(m, TILE) * cdiv(n, TILE), ds=ds, transposed=self._transposed,
+            cdiv(m, ROWS.value) * cdiv(n, COLS.value), ds=ds, transposed=self._transposed,
             row_upstream=rows, row_stride=0 if rows is None else rows.stride(0),
             col_upstream=cols, col_stride=0 if cols is None else cols.stride(0),
-            **self._scores(i, j, scores, scratch), num_warps=8,
+            **self._scores(i, j, scores, scratch),
         )  # fmt: skip
         return ds
 

@@ -14,7 +14,12 @@ import triton.language as tl
 from megabatch.similarity.tiles import State
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.softmax import begin_state, end_state, running_sum
-from megabatch.similarity.triton.tiles import LOG2E, B, BlockSide, mask_tile
+from megabatch.similarity.triton.tiles import LOG2E, BlockSide, masks
+
+#: Numbers of a side that a program of `merge_scores` takes, and of the other side at once; rows and
+#: columns of a program of `score_gradients`. (128 x 128 take 150 us, for want of registers.)
+OWN, OTHERS = tl.constexpr(16), tl.constexpr(128)
+ROWS, COLS = tl.constexpr(32), tl.constexpr(64)
 
 
 class Scores(NamedTuple):
@@ -30,12 +35,9 @@ class Scores(NamedTuple):
 
 @triton.jit
 def load_logits(
-    scores, scale, rows, cols, ti, tj, diagonal_offset,
-    DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
-):  # fmt: skip
-    """Tile (ti, tj) of the logits, its masks of negatives and of positives."""
-    i = ti * B + tl.arange(0, B)
-    j = tj * B + tl.arange(0, B)
+    scores, scale, rows, cols, i, j, diagonal_offset, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr
+):
+    """Logits of rows i and columns j, their masks of negatives and of positives."""
     inside = (i < rows.size)[:, None] & (j < cols.size)[None, :]
     at = i.to(tl.int64)[:, None] * scores.row_stride + j.to(tl.int64)[None, :] * scores.col_stride
     s = tl.load(scores.numbers + at, mask=inside, other=0.0)
@@ -47,9 +49,7 @@ def load_logits(
     compared = s
     if scores.compared is not None:
         compared = tl.load(scores.compared + at, mask=inside, other=0.0)
-    negative, positive = mask_tile(
-        compared, rows, cols, ti, tj, diagonal_offset, 0, DIAGONAL, PAIRED, 0
-    )
+    negative, positive = masks(compared, rows, cols, i, j, diagonal_offset, DIAGONAL, PAIRED)
     return s, negative, positive
 
 
@@ -60,11 +60,11 @@ def merge_scores(
     col_state, col_state_stride, col_is_first, col_is_last, m, n, diagonal_offset,
     DIAGONAL: tl.constexpr, PAIRED: tl.constexpr, HAS_POSITIVES: tl.constexpr,
 ):  # fmt: skip
-    """Merge a block into the states of its rows and its columns, B rows or B columns a program."""
+    """Merge a block into the states of its rows and its columns, OWN of either a program."""
     rows = BlockSide(None, None, 0, m, row_ids, None, 0, ceiling)
     cols = BlockSide(None, None, 0, n, col_ids, None, 0, None)
     t = tl.program_id(0)
-    tiles = tl.cdiv(m, B)
+    tiles = tl.cdiv(m, OWN)
     if t < tiles:
         _merge_side(
             Scores(scores, compared, weight, None, stride, 1), scale, rows, cols, t,
@@ -84,14 +84,15 @@ def _merge_side(
     scores, scale, rows, cols, ti, state, diagonal_offset,
     DIAGONAL: tl.constexpr, PAIRED: tl.constexpr, HAS_POSITIVES: tl.constexpr,
 ):  # fmt: skip
-    """Merge all column tiles of row tile ti into the rows' state."""
-    i = ti * B + tl.arange(0, B)
+    """Merge all columns into the state of the rows of tile ti."""
+    i = ti * OWN + tl.arange(0, OWN)
     largest, total, p_largest, p_total, p_sum, p_count = begin_state(
         state, i, i < rows.size, HAS_POSITIVES
     )
-    for tj in tl.range(0, tl.cdiv(cols.size, B)):
+    for first in tl.range(0, cols.size, OTHERS):
+        j = first + tl.arange(0, OTHERS)
         s, negative, positive = load_logits(
-            scores, scale, rows, cols, ti, tj, diagonal_offset, DIAGONAL, PAIRED
+            scores, scale, rows, cols, i, j, diagonal_offset, DIAGONAL, PAIRED
         )
         largest, total = running_sum(largest, total, s * LOG2E, negative)
         if HAS_POSITIVES:
@@ -112,15 +113,14 @@ def score_gradients(
     """ds = dS of the block, times the rows' weights; its transpose too. `scores` may be `ds`."""
     rows = BlockSide(None, None, 0, m, row_ids, None, 0, ceiling)
     cols = BlockSide(None, None, 0, n, col_ids, None, 0, None)
-    tiles = tl.cdiv(n, B)
-    ti, tj = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    tiles = tl.cdiv(n, COLS)
+    i = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+    j = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
     s, negative, positive = load_logits(
-        Scores(scores, compared, weight, None, stride, 1), scale, rows, cols, ti, tj,
+        Scores(scores, compared, weight, None, stride, 1), scale, rows, cols, i, j,
         diagonal_offset, DIAGONAL, PAIRED,
     )  # fmt: skip
-    i = ti * B + tl.arange(0, B)
-    j = tj * B + tl.arange(0, B)
-    gradient = tl.zeros((B, B), tl.float32)
+    gradient = tl.zeros((ROWS, COLS), tl.float32)
     if row_upstream is not None:
         gradient += _of_side(
             row_upstream, row_stride, i, i < m, s, negative, positive, 1, HAS_POSITIVES

@@ -471,8 +471,9 @@ def begin_state(state, i, inside, HAS_POSITIVES: tl.constexpr):
     begun = inside.to(tl.int32) > state.is_first
     numbers, stride = state.numbers, state.stride
     largest, total = load_sum(numbers, stride, 0, i, begun)
-    p_largest, p_total = tl.full((B,), float("-inf"), tl.float32), tl.zeros((B,), tl.float32)
-    p_sum, p_count = tl.zeros((B,), tl.float32), tl.zeros((B,), tl.float32)
+    p_largest = tl.full(i.shape, float("-inf"), tl.float32)
+    p_total, p_sum = tl.zeros(i.shape, tl.float32), tl.zeros(i.shape, tl.float32)
+    p_count = tl.zeros(i.shape, tl.float32)
     if HAS_POSITIVES:
         p_largest, p_total = load_sum(numbers, stride, 2, i, begun)
         p_sum = tl.load(numbers + 4 * stride + i, mask=begun, other=0.0)
