@@ -353,13 +353,8 @@ def multi_vector_loss(settings: Any, tokens: list[Tensor], masks: list[Tensor]) 
     score = _score(settings.similarity_fct)
     group = None if settings.gather_across_devices else "local"
     loss = MaxSimLoss(1 / settings.scale, score=score, group=group)
-    if len(tokens) == 2:
-        return loss(*tokens, *masks)
-    # All documents as long: the loss makes positives alone as long as those of other processes.
-    documents = cat_padded_token_embeddings(tokens[1:], masks[1:])
-    sizes = [len(tokens[1]), sum(map(len, tokens[2:]))]
-    (positives, negatives), (mask, negative_mask) = (part.split(sizes) for part in documents)
-    return loss(tokens[0], positives, masks[0], mask, negatives, negative_mask)
+    further = cat_padded_token_embeddings(tokens[2:], masks[2:]) if len(tokens) > 2 else ()
+    return loss(*tokens[:2], *masks[:2], *further)
 
 
 def _operands(embeddings: list[Tensor], cosine: bool) -> list[Tensor]:
