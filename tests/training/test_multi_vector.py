@@ -65,7 +65,7 @@ def test_a_run_learns_without_a_plan_and_two_processes_give_its_weights(
     folder: Path, tmp_path: Path, launch: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = config_of(folder, tmp_path / "alone", loss="maxsim", hard_negatives=1, eps=1e-4)
-    alone = replace(alone, plan="warn", steps=12, lr=3e-3, warmup=0, report_to=())
+    alone = replace(alone, plan="warn", steps=12, lr=3e-3, warmup=0, duplicates="ignored")
     assert [activation_bytes(replace(alone, loss=n), "cuda") for n in ("maxsim", "clip")] == [
         0,
         None,
