@@ -129,7 +129,7 @@ def seconds(step: Callable[[], Any], device: str, at_least: float) -> float:
     step()
     wait()
     times: list[float] = []
-    while len(times) < 3 and sum(times) < 5 or sum(times) < at_least:
+    while (len(times) < 3 and sum(times) < 5) or sum(times) < at_least:
         start = time.perf_counter()
         step()
         wait()
