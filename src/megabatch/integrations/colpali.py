@@ -1,8 +1,6 @@
 """colpali-engine's `ColbertLoss`, with its arguments, without the scores of all pairs.
 
-    from megabatch.integrations.colpali import ColbertLoss  # in place of colpali_engine.loss
-
-The library itself is not imported.
+from megabatch.integrations.colpali import ColbertLoss  # in place of colpali_engine.loss
 """
 
 from __future__ import annotations
@@ -14,19 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabatch.losses.arguments import check_flag, check_number
+from megabatch.losses.arguments import check_number
 from megabatch.losses.base import TemperatureLoss
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import Split, split_logsumexp
 from megabatch.similarity.arguments import check_two
 
-__all__ = ["ColbertLoss"]
-
 
 class ColbertLoss(TemperatureLoss):
     """InfoNCE of queries and documents of many vectors; see `colpali_engine.loss.ColbertLoss`.
 
-    Padding is tokens of zeros, which score 0. Its arguments are checked as those of `MaxSimLoss`.
+    Padding is tokens of zeros, which score 0. See `ContrastiveLoss` for errors.
 
     Args:
         temperature: see `TemperatureLoss`.
@@ -53,15 +49,15 @@ class ColbertLoss(TemperatureLoss):
         super().__init__(temperature, normalize=False, group="local")
         if use_smooth_max:
             raise ValueError(
-                f"use_smooth_max: expected False, got {use_smooth_max!r}; scores with a log-sum-exp "
-                "over tokens are those of colpali_engine.loss only"
+                f"use_smooth_max: expected False, got {use_smooth_max!r}; only colpali_engine.loss "
+                "has scores with a log-sum-exp over tokens"
             )
-        self.normalize_scores = check_flag("normalize_scores", normalize_scores)
-        name = "pos_aware_negative_filtering"
-        self.pos_aware_negative_filtering = check_flag(name, pos_aware_negative_filtering)
+        self.normalize_scores = normalize_scores
+        self.pos_aware_negative_filtering = pos_aware_negative_filtering
         self.filter_threshold = check_number("filter_threshold", filter_threshold)
-        positive = "a positive, finite number"
-        self.filter_factor = check_number("filter_factor", filter_factor, positive)
+        self.filter_factor = check_number(
+            "filter_factor", filter_factor, "a positive, finite number"
+        )
 
     def forward(self, query_embeddings: Tensor, doc_embeddings: Tensor, offset: int = 0) -> Tensor:
         """The mean loss over queries, in float32 (float64 for float64 embeddings).
@@ -74,9 +70,7 @@ class ColbertLoss(TemperatureLoss):
         check_two(query_embeddings, doc_embeddings, names, tokens=True)
         b, n = len(query_embeddings), len(doc_embeddings)
         if not 0 <= offset <= n - b:
-            raise ValueError(
-                f"offset: expected 0 to {n - b} ({n} documents less {b} queries), got {offset}"
-            )
+            raise ValueError(f"offset: expected 0 to {n - b}, {n} documents less {b}, got {offset}")
         weight = None
         if self.normalize_scores:  # the library, too, looks at tokens' first features
             number = (query_embeddings[..., 0] != 0).sum(1)
@@ -100,9 +94,9 @@ class ColbertLoss(TemperatureLoss):
     def _filtered(self, sweep: Callable[..., tuple[Split, Any]], scale: Tensor) -> Tensor:
         """Losses with the scores of high negatives multiplied by a factor f, (b,).
 
-        A ceiling leaves high negatives out. So their sum of e^(f s) is that over all negatives,
-        less that over the low ones. The latter is below the low ones' sum of e^s, which is in the
-        softmax too, if f <= 1 and scores are not negative: no accuracy is lost then.
+        A ceiling leaves high ones out. Their sum of e^(f s) is that of all, less that of the low
+        ones. For f <= 1 and s >= 0 the latter is below the low ones' sum of e^s, which is in the
+        softmax too, so that the difference loses no accuracy.
         """
         every, _ = sweep(scale=scale * self.filter_factor)
         ceiling = self.filter_threshold * every.positive_sum.detach()

@@ -20,8 +20,6 @@ from megabatch.losses.base import unit_rows
 from megabatch.losses.maxsim import MaxSimLoss
 from megabatch.similarity import sum_over_ranks
 
-__all__ = ["CachedContrastive"]
-
 Tokens = tuple[Tensor, Tensor]  #: features (b, tokens, d) and a mask
 
 
@@ -42,8 +40,6 @@ class CachedContrastive(nn.Module):
         temperature: see `MaxSimLoss`.
     """
 
-    _step: tuple[Any, GradientCache] | None = None
-
     def __init__(
         self,
         model: nn.Module,
@@ -61,21 +57,20 @@ class CachedContrastive(nn.Module):
             raise ValueError(f"score_metric: expected None or PyLate's ColBERTScores, got {name}")
         self.model, self.mini_batch_size = model, mini_batch_size
         self.size_average = size_average
+        self._step: tuple[Any, GradientCache] | None = None
         self.loss = MaxSimLoss(temperature, group=None if gather_across_devices else "local")
 
     def forward(self, sentence_features: Iterable[dict[str, Tensor]], labels: Any = None) -> Tensor:
         """The loss of tokenized queries, positives and any columns of negatives.
 
         Args:
-            sentence_features: one dictionary for each column, with "input_ids" and
-                "attention_mask" (b, tokens). All columns of negatives have as many tokens. labels:
-                not used.
+            sentence_features: of each column, "input_ids" and "attention_mask" (b, tokens), with as
+                many tokens in all columns of negatives. labels: not used.
         """
         columns = list(sentence_features)
         key = self.model, self.mini_batch_size, len(columns)  # trainers wrap the model
         if self._step is None or self._step[0] != key:
-            documents = [partial(_documents, self.model)] * (len(columns) - 1)
-            encoders = partial(_queries, self.model), *documents
+            encoders = [partial(_tokens, self.model, i == 0) for i in range(len(columns))]
             self._step = key, GradientCache(encoders, self._loss_of_tokens, self.mini_batch_size)
         return self._step[1](*columns)
 
@@ -86,29 +81,14 @@ class CachedContrastive(nn.Module):
         return mean * sum_over_ranks(count, self.loss.group)
 
 
-def _queries(model: Any, features: dict[str, Tensor]) -> Tokens:
-    """Queries' tokens, all of which count with query expansion."""
-    return _unit_tokens(model, features), _mask(features) | _inner(model).do_query_expansion
-
-
-def _documents(model: Any, features: dict[str, Tensor]) -> Tokens:
-    """Documents' tokens; those that do not count score 0, as in PyLate."""
-    ids = features["input_ids"]
-    counted = _mask(features) & ~torch.isin(ids, ids.new_tensor(_inner(model).skiplist))
-    tokens = _unit_tokens(model, features).masked_fill(~counted[..., None], 0)
-    first_zero = counted.logical_not().cumsum(1) == 1  # one zero vector has the effect of all
-    return tokens, counted | first_zero
-
-
-def _unit_tokens(model: Any, features: dict[str, Tensor]) -> Tensor:
+def _tokens(model: Any, is_query: bool, features: dict[str, Tensor]) -> Tokens:
+    """Tokens of unit length; those of documents that do not count score 0, as in PyLate."""
+    inner = model if hasattr(model, "skiplist") else model.module  # DistributedDataParallel
+    ids, mask = features["input_ids"], features["attention_mask"] != 0
     tokens = model(dict(features))["token_embeddings"]
-    return unit_rows(tokens, tokens.dtype)
-
-
-def _mask(features: dict[str, Tensor]) -> Tensor:
-    return features["attention_mask"] != 0
-
-
-def _inner(model: Any) -> Any:
-    """PyLate's model, also inside DistributedDataParallel."""
-    return model if hasattr(model, "skiplist") else model.module
+    tokens = unit_rows(tokens, tokens.dtype)
+    if is_query:
+        return tokens, mask | inner.do_query_expansion
+    counted = mask & ~torch.isin(ids, ids.new_tensor(inner.skiplist))
+    first_zero = counted.logical_not().cumsum(1) == 1  # one zero vector has the effect of all
+    return tokens.masked_fill(~counted[..., None], 0), counted | first_zero
