@@ -94,6 +94,8 @@ class TemperatureLoss(ContrastiveLoss):
     def _scale(self, temperature: float | Tensor | None, like: Tensor) -> Tensor:
         """1 / temperature, of this call or else of the constructor."""
         given = check_temperature(self.temperature if temperature is None else temperature)
+        if temperature is None and not isinstance(given, Tensor):  # on the host: fewer launches
+            return check_scalar("temperature", 1 / given, like)
         value = check_scalar("temperature", given, like)
         if temperature is not None:
             value = keep_in_graph(value, self.temperature)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from megabatch.losses.arguments import check_choice, check_ids, check_weights
 from megabatch.losses.infonce import HardnessMode, InfoNCELoss
-from megabatch.losses.negatives import Rows
-from megabatch.similarity import global_mean, largest_over_ranks
+from megabatch.losses.negatives import Logits, Rows
+from megabatch.losses.terms import minus_log_probability
+from megabatch.similarity import Split, global_mean, largest_over_ranks
 from megabatch.similarity.arguments import check_dense, check_integers, check_same_rows, check_two
 
 
@@ -31,6 +32,8 @@ class MaxSimLoss(InfoNCELoss):
         score: "sum" over a query's tokens, or "mean": divided by their number.
         margin, margin_strategy, share_negatives, hardness_mode, hardness_strength: as for
             `InfoNCELoss`, of scores instead of similarities.
+        label_smoothing: as for `InfoNCELoss`, and not with each query's own negatives unless they
+            are shared. It takes the time of a second forward and backward pass.
         normalize: scale each token's features to unit length first.
         group: see `ContrastiveLoss`.
 
@@ -50,6 +53,7 @@ class MaxSimLoss(InfoNCELoss):
         share_negatives: bool = False,
         hardness_mode: HardnessMode | None = None,
         hardness_strength: float = 0.0,
+        label_smoothing: float = 0.0,
         normalize: bool = False,
         group: object = None,
     ) -> None:
@@ -62,6 +66,7 @@ class MaxSimLoss(InfoNCELoss):
             share_negatives=share_negatives,
             hardness_mode=hardness_mode,
             hardness_strength=hardness_strength,
+            label_smoothing=label_smoothing,
             normalize=normalize,
             group=group,
         )
@@ -116,17 +121,25 @@ class MaxSimLoss(InfoNCELoss):
         names = ("queries", "documents")
         check_two(x, y, names, tokens=True)
         check_same_rows(x, y, names)
+        if ids is not None and self.label_smoothing:
+            raise ValueError(
+                f"ids: expected None with label_smoothing={self.label_smoothing}, got ids"
+            )
         self._check_negatives(x, negatives)
         weights = check_weights(weights, x)
-        longest, length, counted = self._agreed(x, y, document_mask)
+        columns, masks = [y], [document_mask]
+        shared = negatives is not None and (negatives.dim() == 3 or self.share_negatives)
+        if shared:  # columns of the same matrix
+            columns.append(negatives)
+            masks.append(negative_mask)
+        longest, length, counted = self._agreed(x, columns, masks)
         query = self._queries(x, query_mask, longest)
         positive = _counted(self._documents("document_mask", y, document_mask), counted)
         positive = _lengthened(positive, length)
         others = None
         if negatives is not None:
             others = self._documents("negative_mask", negatives, negative_mask)
-            if negatives.dim() == 3 or self.share_negatives:
-                positive, others = _same_length(positive, others)
+            others = _lengthened(_counted(others, counted), length) if shared else others
         losses = self._losses(
             query,
             positive,
@@ -138,28 +151,30 @@ class MaxSimLoss(InfoNCELoss):
         return global_mean(losses, self.group, weights, name="queries")
 
     def _agreed(
-        self, queries: Tensor, documents: Tensor, document_mask: Tensor | None
+        self, queries: Tensor, columns: list[Tensor], masks: list[Tensor | None]
     ) -> tuple[int, int, bool]:
         """Tokens of the longest query and document of all processes; whether some may be shorter.
 
         In a traced program they must be the same on all processes.
         """
-        longest, length, masked = queries.shape[1], documents.shape[1], document_mask is not None
-        if torch.compiler.is_compiling():
-            return longest, length, masked
-        numbers = longest, length, -length, int(masked)
-        found = largest_over_ranks("MaxSimLoss", numbers, queries.device, self.group)
-        return found[0], found[1], bool(found[3]) or found[1] != -found[2]
+        lengths = [documents.shape[-2] for documents in columns]
+        longest, length, shortest = queries.shape[1], max(lengths), min(lengths)
+        masked = any(mask is not None for mask in masks)
+        if not torch.compiler.is_compiling():
+            numbers = longest, length, -shortest, int(masked)
+            found = largest_over_ranks("MaxSimLoss", numbers, queries.device, self.group)
+            longest, length, shortest, masked = found[0], found[1], -found[2], bool(found[3])
+        return longest, length, masked or length != shortest
 
     def _queries(self, features: Tensor, mask: Tensor | None, length: int) -> Rows:
         """Features with zeros where no token counts, and factors of the scores."""
-        counts = torch.full((len(features),), features.shape[1], device=features.device)
         if mask is not None:
             mask = _checked_mask("query_mask", mask, features)
-            features, counts = features.masked_fill(~mask[..., None], 0), mask.sum(1)
+            features = features.masked_fill(~mask[..., None], 0)
         weight = None
         if self.score == "mean":
-            weight = counts.clamp(min=1).to(torch.float64).reciprocal()
+            counts = features.new_ones(features.shape[:2]) if mask is None else mask
+            weight = counts.sum(1, dtype=torch.float64).clamp(min=1).reciprocal()
         return _lengthened(Rows(self._operand(features), None, weight), length)
 
     def _documents(self, name: str, features: Tensor, mask: Tensor | None) -> Rows:
@@ -173,6 +188,28 @@ class MaxSimLoss(InfoNCELoss):
             lengths = mask.sum(-1)
         return Rows(self._operand(features), None, None, lengths)
 
+    def _one_direction(
+        self,
+        rows: Split,
+        scale: Tensor,
+        query: Rows,
+        candidates: Rows,
+        hard: Rows | None,
+        queue: Rows | None,
+    ) -> Tensor:
+        losses = minus_log_probability(rows.positive_sum, rows.negative)
+        if not self.label_smoothing:
+            return losses
+        # The mean score is no product of features: a sweep in which all pairs are positives.
+        documents = candidates.features
+        col_ids = torch.zeros(len(documents), dtype=torch.int64, device=documents.device)
+        if candidates.lengths is not None:
+            col_ids = col_ids - (candidates.lengths == 0).to(torch.int64)  # no candidates
+        ids = torch.zeros_like(rows.negative, dtype=torch.int64), col_ids
+        every, _ = Logits(scale, None, self.group).split(query, candidates, ids=ids)
+        gap = rows.positive_sum - every.positive_sum / every.positive_count
+        return losses + self.label_smoothing * gap
+
     def _check_negatives(self, query: Tensor, negatives: Any) -> None:
         if negatives is None:
             return
@@ -183,6 +220,11 @@ class MaxSimLoss(InfoNCELoss):
             expected = "a tensor of shape (n, k, d) or (b, n, k, d)"
             raise error(f"negatives: expected {expected}, got {came}")
         check_dense("negatives", negatives)
+        if negatives.dim() == 4 and self.label_smoothing and not self.share_negatives:
+            raise ValueError(
+                f"negatives: expected shape (n, k, d), or share_negatives=True, with "
+                f"label_smoothing={self.label_smoothing}, got {tuple(negatives.shape)}"
+            )
         check_two(query, negatives.flatten(0, -3), ("queries", "negatives"), tokens=True)
         if negatives.dim() == 4:
             check_same_rows(query, negatives, ("queries", "negatives"))
@@ -250,11 +292,3 @@ def _counted(rows: Rows, counted: bool = True) -> Rows:
         return rows
     *shape, size, _ = rows.features.shape
     return rows._replace(lengths=torch.full(shape, size, device=rows.features.device))
-
-
-def _same_length(x: Rows, y: Rows) -> tuple[Rows, Rows]:
-    """Both documents with as many tokens, so that they can be columns of one matrix."""
-    sizes = [rows.features.shape[-2] for rows in (x, y)]
-    if sizes[0] == sizes[1] and x.lengths is None and y.lengths is None:
-        return x, y
-    return _lengthened(_counted(x), max(sizes)), _lengthened(_counted(y), max(sizes))

@@ -90,14 +90,21 @@ class MaxSimTiles(SoftmaxTiles):
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
     ) -> Tensor:
-        (s, scratch), at = self._place(i, j), (i.start, j.start)
-        if at in self._saved_places:
-            self._places = self._saved_places[at]
-        else:
-            shape, kind = self.places_form(self.x, self.y, i.stop - i.start, j.stop - j.start)
-            self._places = self.x.new_empty(shape, dtype=kind)
+        """The gradient of a block's sums without the scale: dS times the rows' weights."""
+        s, scratch = self._place(i, j)
+        if not self._find_places(i, j):
             s = self._weighted(self._sums(i, j, s, self._places), i).mul_(self.scale)
-        return self._gradient(i, j, s, scratch, rows, cols)
+        return self._weighted(self._gradient(i, j, s, scratch, rows, cols), i)
+
+    def _find_places(self, i: slice, j: slice) -> bool:
+        """Set `_places` to a block's; whether they are saved, and not to be computed again."""
+        saved = self._saved_places.get((i.start, j.start))
+        if saved is not None:
+            self._places = saved
+            return True
+        shape, kind = self.places_form(self.x, self.y, i.stop - i.start, j.stop - j.start)
+        self._places = self.x.new_empty(shape, dtype=kind)
+        return False
 
     def add_strip(
         self,
@@ -108,12 +115,10 @@ class MaxSimTiles(SoftmaxTiles):
         dy: Tensor | None,
         overwrite: tuple[bool, bool],
     ) -> None:
-        for total, new in zip((dx, dy), overwrite, strict=True):
-            if new and total is not None:
-                total.zero_()
         for j in self.col_blocks(i):
-            ds = self._weighted(self.gradient_block(i, j, rows, cols), i)
-            self._add_gradients(i, j, ds, dx, None if dy is None else dy[j])
+            ds, first = self.gradient_block(i, j, rows, cols), overwrite[0] and j.start == 0
+            totals = dx, None if dy is None else dy[j]
+            self._add_gradients(i, j, ds, totals, (first, overwrite[1]))
 
     def _weighted(self, sums: Tensor, i: slice) -> Tensor:
         """`sums` of the rows `i`, in place, times their weights."""
@@ -143,22 +148,31 @@ class MaxSimTiles(SoftmaxTiles):
         return out
 
     def _add_gradients(
-        self, i: slice, j: slice, ds: Tensor, dx: Tensor | None, dy: Tensor | None
+        self,
+        i: slice,
+        j: slice,
+        ds: Tensor,
+        totals: tuple[Tensor | None, Tensor | None],
+        overwrite: tuple[bool, bool],
     ) -> None:
-        """Add the gradients of the queries `i` and the documents `j`, from dS of their block."""
+        """Add the gradients of the queries `i` and the documents `j` to `totals`.
+
+        ds: as of `gradient_block`. overwrite: the totals are uninitialised.
+        """
+        dx, dy = totals
         x, y = (features.to(ds.dtype).flatten(0, 1) for features in (self.x[i], self.y[j]))
         n, length = ds.shape[1], self.y.shape[1]
         weights = ds.repeat_interleave(self.x.shape[1], 0)
         rows_of_y = self._places + length * torch.arange(n, device=ds.device, dtype=torch.int32)
         if dx is not None:
             found = F.embedding_bag(rows_of_y, y, per_sample_weights=weights, mode="sum")
-            dx.flatten(0, 1).add_(found)
+            _add(dx.flatten(0, 1), found, overwrite[0])
         if dy is not None:
             keys, order = rows_of_y.flatten().sort()
             starts = torch.searchsorted(keys, torch.arange(len(y), device=ds.device))
             weights = weights.flatten()[order]
             found = F.embedding_bag(order // n, x, starts, per_sample_weights=weights, mode="sum")
-            dy.flatten(0, 1).add_(found)
+            _add(dy.flatten(0, 1), found, overwrite[1])
 
     def _trimmed(self, j: slice) -> Tensor:
         """The documents `j` without what is padding in all of them, where reading it is free."""
@@ -177,6 +191,14 @@ class MaxSimTiles(SoftmaxTiles):
 def _aligned(index: int) -> int:
     """The next index at an address that divides by 16 bytes, as fast loads need."""
     return -(-index // 4) * 4
+
+
+def _add(total: Tensor, found: Tensor, overwrite: bool) -> None:
+    """Add to `total`; with `overwrite` it is uninitialised."""
+    if overwrite:
+        total.copy_(found)
+    else:
+        total.add_(found)
 
 
 def _merge_largest(largest: Tensor, places: Tensor | None, products: Tensor, start: int) -> None:

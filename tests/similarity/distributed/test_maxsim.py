@@ -69,6 +69,19 @@ def test_the_loss_with_different_numbers_of_tokens(world: World) -> None:
             torch.testing.assert_close(t.grad / world.size, exact.grad[own, :k])
 
 
+@on_processes(2)
+def test_negatives_longer_than_documents_on_one_process(world: World) -> None:
+    """Their columns have as many tokens on all processes."""
+    x, y, negatives = double(6, 2, 4), double(6, 3, 4), double(6, 5, 4)
+    mask = torch.ones(6, 5, dtype=torch.bool)
+    mask[3:, 4:] = False
+    own = slice(3 * world.rank, 3 * world.rank + 3)
+    truth = mb.MaxSimLoss(0.5, group="local")(x, y, None, None, negatives, mask)
+    mine = negatives[own, : 5 - world.rank]
+    share = mb.MaxSimLoss(0.5)(x[own], y[own], None, None, mine)
+    torch.testing.assert_close(sum_of(share) / world.size, truth)
+
+
 def sum_of(value: Tensor) -> Tensor:
     return similarity.sum_over_ranks(value.detach(), None)
 

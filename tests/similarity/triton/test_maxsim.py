@@ -43,6 +43,40 @@ def test_values_and_gradients(
     check(ours, truth, mine, theirs)
 
 
+@pytest.mark.parametrize(
+    ("case", "sides"),
+    [("ids", "both"), ("paired", "rows"), ("ceiling", "rows"), ("guide", "both"), ("none", "both")],
+)
+def test_masks(case: str, sides: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks, on a GPU of several tiles."""
+    m, block = (300, 256) if GPU else (5, 4)
+    monkeypatch.setattr(maxsim.MaxSimKernelTiles, "_block_shape", lambda _: (m, block))
+    x, y = (torch.randn(m, tokens, 16).div(4).to(DEVICE, torch.float16) for tokens in (3, 5))
+    mine, theirs = both(x, y, scale=0.7)
+    options, wide = {}, {}
+    own, other = (torch.randn(m, 9).to(DEVICE, torch.float16) for _ in range(2))
+    if case in ("ids", "paired"):
+        ids = torch.randint(-1, m // 2, (m,)).to(DEVICE)
+        options = {"ids": (ids, ids.flip(0) if case == "ids" else ids)}
+        options["positives"] = "paired" if case == "paired" else "ids"
+    if case == "guide":
+        options["guide"], wide["guide"] = (own, other), (own.double(), other.double())
+    if case in ("ceiling", "guide"):  # halfway between two logits, which rounding does not reach
+        compared = own.double() @ other.double().T if case == "guide" else dense.logits(*theirs)
+        ordered = compared.detach().sort(1).values
+        options["ceiling"] = ordered[:, m // 2 : m // 2 + 2].mean(1).float().to(DEVICE)
+    if case == "none":  # a matrix in which no pair is positive
+        own_ids = torch.arange(m, device=DEVICE)
+        truth = dense.split_logsumexp(*theirs, ids=(own_ids, own_ids + m))
+        ours = [(side,) for side in similarity.logsumexp(*mine, sides=sides)]
+        truth = [side[:1] for side in truth]
+    else:
+        ours = similarity.split_logsumexp(*mine, sides=sides, **options)
+        truth = dense.split_logsumexp(*theirs, **(options | wide))
+    count = 2 if sides == "both" else 1
+    check(ours[:count], truth[:count], mine, theirs)
+
+
 def test_ties_nan_and_documents_of_whole_tiles() -> None:
     x, y = torch.randn(2, 16, 16), torch.randn(2, 1, 16).repeat(1, 128, 1)
     x, y = (t.to(DEVICE, torch.float16).requires_grad_() for t in (x, y))

@@ -65,9 +65,6 @@ class KernelTiles(Tiles):
     def _block(self, i: slice, j: slice, bk: int) -> Block:
         """The block, for products of `bk` features a step."""
         view = self.matrix.view(i, j)
-        diagonal = NO_DIAGONAL
-        if view.crosses_diagonal():
-            diagonal = POSITIVE if view.diagonal == PAIRED else DROPPED
         x, y = self._operands.descriptors(bk)
         guide_x = guide_y = guide_d = None
         guide_bk = 0
@@ -82,7 +79,7 @@ class KernelTiles(Tiles):
             scale=self.scale, x=x, y=y, d=self.d, bk=bk,
             guide_x=guide_x, guide_y=guide_y, guide_d=guide_d, guide_bk=guide_bk,
             row_start=i.start, col_start=j.start, m=i.stop - i.start, n=j.stop - j.start,
-            diagonal_offset=view.col_start - view.row_start, diagonal=diagonal,
+            diagonal_offset=view.col_start - view.row_start, diagonal=block_diagonal(view),
             paired=view.diagonal == PAIRED, has_positives=view.has_positives,
             row_ids=view.rows.ids, row_ranges=row_ranges, row_range_stride=row_range_stride,
             col_ids=view.cols.ids, col_ranges=col_ranges, col_range_stride=col_range_stride,
@@ -138,6 +135,13 @@ def block_kernel(function: Callable[..., None]) -> Kernel:
     It takes less time to read arguments from a block than to pass them by keyword.
     """
     return Kernel(function, Block.NAMES)
+
+
+def block_diagonal(block: Matrix) -> int:
+    """The kind of the pairs (i, i) in a block, for kernels."""
+    if not block.crosses_diagonal():
+        return NO_DIAGONAL
+    return POSITIVE if block.diagonal == PAIRED else DROPPED
 
 
 class Upstream(NamedTuple):

@@ -21,12 +21,14 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
-from megabatch.similarity.eager import BUFFERS
+from megabatch.similarity.eager import BUFFERS, buffer_views, logits
 from megabatch.similarity.eager_maxsim import MaxSimTiles
-from megabatch.similarity.matrix import Matrix
+from megabatch.similarity.matrix import PAIRED, Matrix
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.blocks import aligned
+from megabatch.similarity.triton.blocks import aligned, block_diagonal, scale_rows
 from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.scores import COLS, OWN, ROWS, merge_scores, score_gradients
+from megabatch.similarity.triton.softmax import BinaryStates, new_upstream
 
 #: Queries and documents of a block of logits.
 BLOCK = 4096
@@ -39,15 +41,16 @@ STEP = 4096
 B = tl.constexpr(TILE)
 
 
-class MaxSimKernelTiles(MaxSimTiles):
+class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
     """Tiles in 16-bit types. Queries' tokens are padded to fill tiles."""
 
     def __init__(self, matrix: Matrix, scale: Tensor, saved: Tensor) -> None:
         super().__init__(matrix, scale, saved)
         self.half_ds = self.x.dtype == torch.float16
         self._piece, self._padded = piece_of(self.x.shape[1])
-        missing = self._padded - self.x.shape[1]
-        self._tokens_x = aligned(F.pad(self.x, (0, 0, 0, missing)).flatten(0, 1))
+        missing, x = self._padded - self.x.shape[1], self.x
+        x = F.pad(x, (0, 0, 0, missing)) if missing else x
+        self._tokens_x = aligned(x.flatten(0, 1))
         self._tokens_y = aligned(self.y.flatten(0, 1))
         self._width = triton.next_power_of_2(max(16, self._tokens_x.shape[1]))
 
@@ -89,10 +92,80 @@ class MaxSimKernelTiles(MaxSimTiles):
             torch.sum(sums.view(len(out), pieces, n), 1, out=out)
         return out
 
-    def _add_gradients(
-        self, i: slice, j: slice, ds: Tensor, dx: Tensor | None, dy: Tensor | None
+    # --- blocks of logits ---------------------------------------------------------------------
+
+    def forward(
+        self,
+        rows: Tensor,
+        cols: Tensor | None,
+        overwrite: tuple[bool, bool],
+        to_results: bool = False,
     ) -> None:
-        m, n, length = self._rows(i), j.stop - j.start, self.y.shape[1]
+        for i, j, own, other in self.blocks_with_states(rows, cols, overwrite, to_results):
+            out, scratch = self._place(i, j)
+            scores = self._sums(i, j, out, self._saved_places.get((i.start, j.start)))
+            side, count = other or own, cdiv(i.stop - i.start, OWN.value)
+            if other is not None:
+                count += cdiv(j.stop - j.start, OWN.value)
+            merge_scores.launch(
+                count,
+                row_state=own.numbers, row_state_stride=own.stride,
+                row_is_first=own.is_first, row_is_last=own.is_last,
+                col_state=side.numbers, col_state_stride=side.stride,
+                col_is_first=side.is_first, col_is_last=side.is_last,
+                **self._scores(i, j, scores, scratch),
+            )  # fmt: skip
+
+    def gradient_block(
+        self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
+    ) -> Tensor:
+        scores, scratch = self._place(i, j)
+        if not self._find_places(i, j):
+            self._sums(i, j, scores, self._places)
+        m, n = scores.shape
+        ds = buffer_views(self._scratch, i, j)[0]
+        self._transposed = scores.new_empty(n, m)
+        rows, cols = rows if rows is None else rows[:, i], cols if cols is None else cols[:, j]
+        score_gradients.launch(
+            cdiv(m, ROWS.value) * cdiv(n, COLS.value), ds=ds, transposed=self._transposed,
+            row_upstream=rows, row_stride=0 if rows is None else rows.stride(0),
+            col_upstream=cols, col_stride=0 if cols is None else cols.stride(0),
+            **self._scores(i, j, scores, scratch),
+        )  # fmt: skip
+        return ds
+
+    def _scores(self, i: slice, j: slice, scores: Tensor, scratch: Tensor) -> dict[str, Any]:
+        """Arguments of both kernels; a guide's products overwrite `scratch`."""
+        block = self.matrix.view(i, j)
+        rows, cols = block.rows, block.cols
+        compared = None
+        if rows.guide is not None and cols.guide is not None:
+            compared = logits(rows.guide, cols.guide, out=scratch)
+        return {
+            "scores": scores, "compared": compared, "weight": rows.weight,
+            "stride": scores.stride(0), "scale": self.scale, "row_ids": rows.ids,
+            "col_ids": cols.ids, "ceiling": rows.ceiling, "m": scores.shape[0],
+            "n": scores.shape[1], "diagonal_offset": block.col_start - block.row_start,
+            "DIAGONAL": block_diagonal(block), "PAIRED": block.diagonal == PAIRED,
+            "HAS_POSITIVES": block.has_positives,
+        }  # fmt: skip
+
+    def make_upstream(self, results: Tensor, gradient: Tensor) -> Tensor:
+        packed: Tensor = new_upstream(results, gradient).packed
+        return packed
+
+    # --- gradients of tokens ------------------------------------------------------------------
+
+    def _add_gradients(
+        self,
+        i: slice,
+        j: slice,
+        ds: Tensor,
+        totals: tuple[Tensor | None, Tensor | None],
+        overwrite: tuple[bool, bool],
+    ) -> None:
+        (dx, dy), m, length = totals, self._rows(i), self.y.shape[1]
+        n = j.stop - j.start
         common: dict[str, Any] = {
             "m": m, "length": length, "padded": self._padded, "d": self._tokens_x.shape[1],
             "WIDTH": self._width, "FULL": self._width == self._tokens_x.shape[1],
@@ -100,8 +173,8 @@ class MaxSimKernelTiles(MaxSimTiles):
         if dx is not None:
             query_gradients.launch(
                 cdiv(m, 64), y=self._tokens_y[j.start * length :], dx=dx, out_d=dx.shape[2],
-                places=self._places, ds=ds, stride=ds.stride(0), n=n, tokens=self.x.shape[1],
-                TOKENS=64, UNROLL=4, **common, num_warps=2,
+                row_is_first=int(overwrite[0]), places=self._places, ds=ds, stride=ds.stride(0),
+                n=n, tokens=self.x.shape[1], TOKENS=64, UNROLL=4, **common, num_warps=2,
             )  # fmt: skip
         if dy is not None:
             groups = cdiv(length, GROUP.value)
@@ -114,9 +187,20 @@ class MaxSimKernelTiles(MaxSimTiles):
             )  # fmt: skip
             document_gradients.launch(
                 n * groups, x=self._tokens_x[i.start * self._padded :], dy=dy,
-                out_d=dy.shape[2], order=order, starts=starts, ds=ds.T.contiguous(),
-                stride=len(ds), groups=groups, **common, num_stages=3,
+                out_d=dy.shape[2], col_is_first=int(overwrite[1]), order=order, starts=starts,
+                ds=self._transposed, stride=len(ds), groups=groups, **common, num_stages=3,
             )  # fmt: skip
+
+    def write_grad(
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
+    ) -> Tensor | None:
+        if out is not None and not out[rows].is_contiguous():  # its tokens are no matrix
+            return super().write_grad(total, side, rows, factor, scale_grad, out)
+        features = (self.x if side == "x" else self.y)[rows].flatten(0, 1) if scale_grad else None
+        out = None if out is None else out[rows].flatten(0, 1)
+        width = self.x.shape[2]
+        parts = scale_rows(total.flatten(0, 1), out, factor, width, features=features)
+        return None if parts is None else parts.sum()
 
 
 def piece_of(tokens: int) -> tuple[int, int]:
@@ -182,7 +266,7 @@ def largest_products(
 
 @kernel
 def query_gradients(
-    y, dx, out_d, places, ds, stride, m, n, length, padded, tokens, d,
+    y, dx, out_d, row_is_first, places, ds, stride, m, n, length, padded, tokens, d,
     WIDTH: tl.constexpr, FULL: tl.constexpr, TOKENS: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Add to dx the sums over documents of ds times the tokens with the largest products."""
@@ -196,7 +280,7 @@ def query_gradients(
         row = (j * length + at).to(tl.int64) * d
         found = load_rows(y, row, d, WIDTH, FULL)
         total += weight[:, None] * found
-    add_rows(dx, query * tokens + token, out_d, total, inside, WIDTH)
+    add_rows(dx, query * tokens + token, out_d, total, inside, row_is_first, WIDTH)
 
 
 @kernel
@@ -230,7 +314,7 @@ def order_tokens(
 
 @kernel
 def document_gradients(
-    x, dy, out_d, order, starts, ds, stride, groups, m, length, padded, d,
+    x, dy, out_d, col_is_first, order, starts, ds, stride, groups, m, length, padded, d,
     WIDTH: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Add to dy the sums over queries' tokens, times ds, that have their largest product there."""
@@ -251,7 +335,8 @@ def document_gradients(
         chosen = tl.where(own[:, None] == (packed >> 24)[None, :], weight[None, :], 0.0)
         total = tl.dot(chosen.to(found.dtype), found, total)
     row = group * GROUP + own
-    add_rows(dy, document * length + row, out_d, total, row < length, WIDTH)
+    inside = row < length
+    add_rows(dy, document * length + row, out_d, total, inside, col_is_first, WIDTH)
 
 
 @triton.jit
@@ -268,9 +353,10 @@ def load_rows(features, start, d, WIDTH: tl.constexpr, FULL: tl.constexpr):
 
 
 @triton.jit
-def add_rows(out, row, d, total, mask, WIDTH: tl.constexpr):
-    """Add (rows, WIDTH) to these rows of `out`, of width d."""
+def add_rows(out, row, d, total, mask, is_first, WIDTH: tl.constexpr):
+    """Add (rows, WIDTH) to these rows of `out`, of width d; is_first: write them."""
     column = tl.arange(0, WIDTH)
     to = out + row.to(tl.int64)[:, None] * d + column[None, :]
     mask = mask[:, None] & (column < d)[None, :]
-    tl.store(to, tl.load(to, mask=mask, other=0.0) + total, mask=mask)
+    before = tl.load(to, mask=mask.to(tl.int32) > is_first, other=0.0)
+    tl.store(to, before + total, mask=mask)

@@ -76,7 +76,41 @@ P = tl.constexpr(64)
 SPREAD = tl.constexpr(80.0)
 
 
-class SoftmaxKernelTiles(StateTiles, KernelTiles):
+class BinaryStates(StateTiles):
+    """Tiles whose states have logits in base 2."""
+
+    def merge(self, parts: Tensor) -> Tensor:
+        return self._scaled(super().merge(self._scaled(parts, LN2)), LOG2E)
+
+    def write_results(self, parts: Tensor, out: Tensor) -> None:
+        super().write_results(self._scaled(parts, LN2), out)
+
+    def _scaled(self, states: Tensor, factor: tl.constexpr) -> Tensor:
+        """Copies of states with logits in another base: by LN2 in base e, by LOG2E in base 2."""
+        states = states.clone()
+        for places in (*self.numbers.references, *self.numbers.differences):
+            states[..., places, :] *= factor.value
+        return states
+
+
+def new_upstream(results: Tensor, gradient: Tensor) -> Upstream:
+    """A side's upstream from its results and their upstream gradients."""
+    if gradient.stride(1) != 1:
+        gradient = gradient.contiguous()
+    has_positives, size = len(results) > 1, results.shape[1]
+    out = results.new_empty(5 if has_positives else 2, size)
+    extremes = results.new_empty(2, cdiv(size, TILE))
+    tiles = extremes.shape[1]
+    if tiles:
+        lse_and_grad.launch(
+            tiles, results=results, result_stride=results.stride(0), gradients=gradient,
+            gradient_stride=gradient.stride(0), out=out, extremes=extremes, size=size,
+            tiles=tiles, HAS_POSITIVES=has_positives,
+        )  # fmt: skip
+    return Upstream(out, size, extremes, tiles)
+
+
+class SoftmaxKernelTiles(BinaryStates, KernelTiles):
     """Tiles whose upstream is an `Upstream`."""
 
     _lses = 1  #: of an upstream, whose spread in a tile counts
@@ -134,35 +168,10 @@ class SoftmaxKernelTiles(StateTiles, KernelTiles):
             TRIANGLE=triangle, num_warps=8, num_stages=config.stages,
         )  # fmt: skip
 
-    def merge(self, parts: Tensor) -> Tensor:
-        return self._scaled(super().merge(self._scaled(parts, LN2)), LOG2E)
-
-    def write_results(self, parts: Tensor, out: Tensor) -> None:
-        super().write_results(self._scaled(parts, LN2), out)
-
-    def _scaled(self, states: Tensor, factor: tl.constexpr) -> Tensor:
-        """Copies of states with logits in another base: by LN2 in base e, by LOG2E in base 2."""
-        states = states.clone()
-        for places in (*self.numbers.references, *self.numbers.differences):
-            states[..., places, :] *= factor.value
-        return states
-
     # --- backward ---------------------------------------------------------------------------
 
     def make_upstream(self, results: Tensor, gradient: Tensor) -> Upstream:
-        if gradient.stride(1) != 1:
-            gradient = gradient.contiguous()
-        has_positives, size = len(results) > 1, results.shape[1]
-        out = results.new_empty(5 if has_positives else 2, size)
-        extremes = results.new_empty(2, cdiv(size, TILE))
-        tiles = extremes.shape[1]
-        if tiles:
-            lse_and_grad.launch(
-                tiles, results=results, result_stride=results.stride(0), gradients=gradient,
-                gradient_stride=gradient.stride(0), out=out, extremes=extremes, size=size,
-                tiles=tiles, HAS_POSITIVES=has_positives,
-            )  # fmt: skip
-        return Upstream(out, size, extremes, tiles)
+        return new_upstream(results, gradient)
 
     def unpack_upstream(self, packed: Tensor | None) -> Upstream | None:
         return None if packed is None else Upstream.of(packed, self._lses)
@@ -417,17 +426,9 @@ def _combine_side(
     """
     i = ti * B + tl.arange(0, B)
     inside = i < rows.size
-    begun = inside.to(tl.int32) > state.is_first
-    numbers, stride = state.numbers, state.stride
-    largest, total = load_sum(numbers, stride, 0, i, begun)
-    p_largest = tl.full((B,), float("-inf"), tl.float32)
-    p_total = tl.zeros((B,), tl.float32)
-    p_sum = tl.zeros((B,), tl.float32)
-    p_count = tl.zeros((B,), tl.float32)
-    if HAS_POSITIVES:
-        p_largest, p_total = load_sum(numbers, stride, 2, i, begun)
-        p_sum = tl.load(numbers + 4 * stride + i, mask=begun, other=0.0)
-        p_count = tl.load(numbers + 5 * stride + i, mask=begun, other=0.0)
+    largest, total, p_largest, p_total, p_sum, p_count = begin_state(
+        state, i, inside, HAS_POSITIVES
+    )
     bad = inside & ~((block_total >= LOWEST) & (block_total <= HIGHEST))
     some = above_reference > float("-inf")
     bad = bad | (inside & some & ~((above_total >= LOWEST) & (above_total <= HIGHEST)))
@@ -456,20 +457,46 @@ def _combine_side(
                 negative, positive = mask_tile(
                     s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL, PAIRED, GUIDE_BK
                 )  # fmt: skip
-                largest, total = _running_sum(largest, total, s * LOG2E, negative)
+                largest, total = running_sum(largest, total, s * LOG2E, negative)
                 if HAS_POSITIVES:
-                    p_largest, p_total = _running_sum(p_largest, p_total, s * LOG2E, positive)
+                    p_largest, p_total = running_sum(p_largest, p_total, s * LOG2E, positive)
                     p_sum += tl.sum(tl.where(positive, s, 0.0), 1)
                     p_count += tl.sum(positive.to(tl.float32), 1)
+    end_state(state, i, inside, largest, total, p_largest, p_total, p_sum, p_count, HAS_POSITIVES)
+
+
+@triton.jit
+def begin_state(state, i, inside, HAS_POSITIVES: tl.constexpr):
+    """The numbers of rows i in a running state, or of no pair if this is the first block."""
+    begun = inside.to(tl.int32) > state.is_first
+    numbers, stride = state.numbers, state.stride
+    largest, total = load_sum(numbers, stride, 0, i, begun)
+    p_largest = tl.full(i.shape, float("-inf"), tl.float32)
+    p_total, p_sum = tl.zeros(i.shape, tl.float32), tl.zeros(i.shape, tl.float32)
+    p_count = tl.zeros(i.shape, tl.float32)
+    if HAS_POSITIVES:
+        p_largest, p_total = load_sum(numbers, stride, 2, i, begun)
+        p_sum = tl.load(numbers + 4 * stride + i, mask=begun, other=0.0)
+        p_count = tl.load(numbers + 5 * stride + i, mask=begun, other=0.0)
+    return largest, total, p_largest, p_total, p_sum, p_count
+
+
+@triton.jit
+def end_state(
+    state, i, inside, largest, total, p_largest, p_total, p_sum, p_count,
+    HAS_POSITIVES: tl.constexpr,
+):  # fmt: skip
+    """Write the numbers of rows i, or after the last block the results."""
     done = state.is_last != 0
     first = tl.where(done, to_logsumexp(largest, total), largest)
     if HAS_POSITIVES:
         second = tl.where(done, to_logsumexp(p_largest, p_total), total)
         third = tl.where(done, p_sum, p_largest)
         fourth = tl.where(done, p_count, p_total)
-        store_rows(numbers, stride, i, (first, second, third, fourth, p_sum, p_count), inside)
+        numbers = first, second, third, fourth, p_sum, p_count
+        store_rows(state.numbers, state.stride, i, numbers, inside)
     else:
-        store_rows(numbers, stride, i, (first, total), inside)
+        store_rows(state.numbers, state.stride, i, (first, total), inside)
 
 
 @triton.jit
@@ -482,7 +509,8 @@ def _merge(old, old_total, new, new_total):
 
 
 @triton.jit
-def _running_sum(largest, total, s, mask):
+def running_sum(largest, total, s, mask):
+    """Merge a tile's numbers, in log2, into the rows' largest and sum relative to it."""
     s = tl.where(mask, s, float("-inf"))
     new = tl.maximum(largest, tl.max(s, 1))
     shift = finite(new)

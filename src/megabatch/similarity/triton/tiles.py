@@ -181,15 +181,22 @@ def mask_tile(
     s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
     GUIDE_BK: tl.constexpr,
 ):  # fmt: skip
-    """(negative, positive) masks of a tile of logits; pairs in neither are dropped or past the end.
-
-    A ceiling is about the logits, or about a guide's similarities. PAIRED: the positives are the
-    pairs (i, i), other pairs of equal ids are dropped.
-    """
+    """`masks` of tile (ti, tj) of the logits, or by the similarities of a guide's features."""
     if rows.guide is not None:
         s = guide_tile(rows, cols, ti, tj, guide_d, GUIDE_BK)
     i = ti * B + tl.arange(0, B)
     j = tj * B + tl.arange(0, B)
+    return masks(s, rows, cols, i, j, diagonal_offset, DIAGONAL, PAIRED)
+
+
+@triton.jit
+def masks(s, rows, cols, i, j, diagonal_offset, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr):
+    """(negative, positive) masks of rows i and columns j; pairs in neither are dropped or past the
+    end.
+
+    s: the logits, or what ceilings bound instead. PAIRED: the positives are the pairs (i, i), other
+    pairs of equal ids are dropped.
+    """
     inside = (i < rows.size)[:, None] & (j < cols.size)[None, :]
     if rows.ids is not None:
         row_ids = tl.load(rows.ids + i, mask=i < rows.size, other=-1)
