@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 from functools import partial
 from typing import Any
 
@@ -19,12 +18,7 @@ from tests.similarity.distributed.processes import World, on_processes
 
 B = 5
 LIBRARIES = pytest.mark.parametrize("library", [False, True], ids=["definition", "library"])
-
-
-def installed(name: str) -> Any:
-    reason = "pip install pylate==1.6.0 or colpali-engine==0.3.18 in an environment of its own"
-    pytest.importorskip(name.partition(".")[0], reason=f"{reason}, for it needs older libraries")
-    return importlib.import_module(name)
+REASON = "needs pylate==1.6.0 or colpali-engine==0.3.18 in an environment with their libraries"
 
 
 class Model(nn.Module):
@@ -80,11 +74,12 @@ OTHERS = FILTER | {"filter_threshold": 0.7, "filter_factor": 0.8, "normalize_sco
 @pytest.mark.parametrize(("number", "offset"), [(B, 0), (3 * B, B)])
 def test_colbert_loss(number: int, offset: int, options: dict[str, Any], library: bool) -> None:
     """Also with documents of other processes, which the trainer gathers and tells the offset."""
-    own: Any = partial(colbert, **options)
+    theirs: Any = partial(colbert, **options)
     if library:
-        own = installed("colpali_engine.loss").ColbertLoss(**options)
+        own = pytest.importorskip("colpali_engine.loss", reason=REASON)
+        theirs = own.ColbertLoss(**options)
     model, columns, found = Model(True), texts(2, number), []
-    for loss in (ColbertLoss(**options), own):
+    for loss in (ColbertLoss(**options), theirs):
         q, d = (unit_tokens(model, c) * c["attention_mask"][..., None] for c in columns)
         found.append(with_gradients(model, loss(q[offset : offset + B], d, offset)))
     torch.testing.assert_close(*found, rtol=0, atol=1e-11)
@@ -112,8 +107,9 @@ def test_cached_contrastive(columns: int, expansion: bool, mean: bool, library: 
     losses = contrastive(model, batch)
     expected = losses.mean() if mean else losses.sum()
     if library:  # its cached loss always has the gradients of the sum
-        kind = getattr(installed("pylate.losses"), "Contrastive" if mean else "CachedContrastive")
-        expected = kind(model, size_average=mean, temperature=0.5)(batch)
+        own = pytest.importorskip("pylate.losses", reason=REASON)
+        kind = own.Contrastive if mean else own.CachedContrastive
+        expected = kind(model, size_average=mean, temperature=0.5)([dict(c) for c in batch])
     wanted = with_gradients(model, expected)
     torch.testing.assert_close(with_gradients(model, loss(batch)), wanted, rtol=0, atol=1e-11)
     with torch.no_grad():
