@@ -144,9 +144,8 @@ def lightly(folder: Path) -> Iterator[Names]:
 def late_interaction(folder: Path) -> Iterator[Names]:
     known: Names = {"mb": mb, "model": nn.Linear(2, 2), "ContrastiveTrainer": nn.Module}
     yield known
-    trainer = known["Trainer"]()
+    trainer, tokens = known["Trainer"](), F.normalize(torch.randn(2, 4, 3, 5), dim=3)
     trainer.loss_func = known["loss_func"]
-    tokens = F.normalize(torch.randn(2, 4, 3, 5), dim=3)
     value = trainer._compute_loss_from_outputs(*tokens)
     torch.testing.assert_close(value, known["ColbertLoss"]()(*tokens))
 

@@ -1,6 +1,6 @@
 """colpali-engine's `ColbertLoss`, with its arguments, without the scores of all pairs.
 
-from megabatch.integrations.colpali import ColbertLoss  # in place of colpali_engine.loss
+In place of `from colpali_engine.loss import ColbertLoss`; the library itself is not imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ColbertLoss(TemperatureLoss):
     Args:
         temperature: see `TemperatureLoss`.
         normalize_scores: divide a query's scores by the number of its tokens.
-        use_smooth_max: must be False, as the scores here have the largest product.
+        use_smooth_max: must be False: log-sum-exps over tokens are not supported.
         pos_aware_negative_filtering: multiply scores of negatives that exceed `filter_threshold`
             times that of the positive by `filter_factor`. This takes three passes instead of one.
         max_batch_size, tau, norm_tol: have no effect: no buffer, no smooth maximum, no check.
@@ -48,10 +48,7 @@ class ColbertLoss(TemperatureLoss):
     ) -> None:
         super().__init__(temperature, normalize=False, group="local")
         if use_smooth_max:
-            raise ValueError(
-                f"use_smooth_max: expected False, got {use_smooth_max!r}; only colpali_engine.loss "
-                "has scores with a log-sum-exp over tokens"
-            )
+            raise ValueError(f"use_smooth_max: expected False, got {use_smooth_max!r}")
         self.normalize_scores = normalize_scores
         self.pos_aware_negative_filtering = pos_aware_negative_filtering
         self.filter_threshold = check_number("filter_threshold", filter_threshold)

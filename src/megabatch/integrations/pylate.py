@@ -55,8 +55,7 @@ class CachedContrastive(nn.Module):
         name = type(score_metric).__name__
         if name not in ("NoneType", "ColBERTScores"):
             raise ValueError(f"score_metric: expected None or PyLate's ColBERTScores, got {name}")
-        self.model, self.mini_batch_size = model, mini_batch_size
-        self.size_average = size_average
+        self.model, self.mini_batch_size, self.size_average = model, mini_batch_size, size_average
         self._step: tuple[Any, GradientCache] | None = None
         self.loss = MaxSimLoss(temperature, group=None if gather_across_devices else "local")
 
