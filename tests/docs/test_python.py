@@ -182,10 +182,19 @@ def pytorch_metric_learning(folder: Path) -> Iterator[Names]:
 
 @page("integrations/sentence_transformers.md")
 def sentence_transformers(folder: Path) -> Iterator[Names]:
-    library = pytest.importorskip("sentence_transformers", minversion="5.4")
+    library = pytest.importorskip("sentence_transformers", minversion="6.0")
+    pytest.importorskip("accelerate")
+    datasets = pytest.importorskip("datasets")
     model = library.SentenceTransformer(str(save_tiny_bert(folder)), device="cpu")
-    known: Names = {"model": model.eval()}
+    encoder = library.MultiVectorEncoder(str(folder), device="cpu")
+    arguments = library.MultiVectorEncoderTrainingArguments(
+        str(folder / "run"), max_steps=1, use_cpu=True, report_to="none", save_strategy="no"
+    )
+    texts = {"question": ["a b", "c", "d e"], "answer": ["a", "c d", "e"]}
+    known: Names = {"model": model.eval(), "encoder": encoder, "arguments": arguments}
+    known["questions"] = datasets.Dataset.from_dict(texts)
     yield known
+    assert known["trainer"].state.global_step == 1
     assert isinstance(known["loss"], known["losses"].CachedMultipleNegativesRankingLoss)
     assert type(known["loss"]).__name__ == "MegabatchRankingLoss"
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import runpy
+import sys
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,16 @@ from tests.integrations.sentence_encoders import (
     SYMMETRIC,
     WIDTH,
     bert,
+    colbert,
+    different_lengths,
     embeddings,
     library,
     loss_and_gradients,
     modules,
+    multi_vector,
+    own_multi_vector_loss,
+    scores_in_float64,
+    step,
     without_dropout,
 )
 
@@ -27,8 +35,10 @@ util: Any = library.util
 transformers: Any = pytest.importorskip("transformers")
 losses: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
 
+from megabatch.integrations import sentence_transformers as integration  # noqa: E402
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
+    MegabatchMultiVectorRankingLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
     _sorted_by_length,
@@ -160,25 +170,6 @@ def test_losses_of_sparse_encoders_take_it(wrapper: str, folder: Path) -> None:
 # --- texts in order of their lengths --------------------------------------------------------------
 
 
-def different_lengths(model: Any) -> list[dict[str, Any]]:
-    """Three columns of seven texts of one to nine words, in no order."""
-    counts = [[1, 9, 2, 8, 3, 1, 5], [4, 1, 7, 2, 2, 6, 9], [1, 1, 2, 3, 1, 8, 1]]
-    letters = 3 * "abcdefgh"
-    texts = [[" ".join(letters[i : i + n]) for i, n in enumerate(column)] for column in counts]
-    return [model.preprocess(column) for column in texts]
-
-
-def step(loss: Any, model: Any, columns: list[dict[str, Any]]) -> list[Tensor]:
-    """The loss, gradients of all weights, and the loss without gradients."""
-    model.zero_grad()
-    value = loss([dict(column) for column in columns], None)
-    value.backward()
-    gradients = [torch.zeros(()) if p.grad is None else p.grad for p in model.parameters()]
-    with torch.no_grad():
-        evaluated = loss([dict(column) for column in columns], None)
-    return [value.detach(), evaluated, *(gradient.clone() for gradient in gradients)]
-
-
 @pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 12}])
 def test_sorted_texts_give_the_librarys_loss_and_gradients(
     model: Any, folder: Path, settings: dict[str, int]
@@ -214,6 +205,8 @@ def test_texts_are_sorted_where_padding_is_masked(model: Any, folder: Path) -> N
     assert MegabatchRankingLoss(model).sort_by_length
     assert MegabatchGISTEmbedLoss(model, bert(folder)).sort_by_length
     assert not MegabatchRankingLoss(model, sort_by_length=False).sort_by_length
+    if library.__version__ >= "6":
+        assert MegabatchMultiVectorRankingLoss(colbert(folder)).sort_by_length
     convolution = library.SentenceTransformer(
         modules=[model[0], modules.CNN(WIDTH, WIDTH), modules.Pooling(WIDTH)], device="cpu"
     )
@@ -228,3 +221,49 @@ def test_other_inputs_than_rows_of_tokens_are_not_sorted(model: Any) -> None:
     pictures = {**texts, "pixel_values": torch.zeros(2, 3, 4, 4)}
     for features in (flat, pictures):
         assert _sorted_by_length(features) == (features, None)
+
+
+# --- multi-vector encoders ------------------------------------------------------------------------
+
+
+@multi_vector
+@scores_in_float64
+@pytest.mark.parametrize(
+    ("columns", "scores", "settings"),
+    [
+        (3, "colbert_scores", {"mini_batch_size": 2}),
+        (2, "mean_colbert_scores", {"mini_batch_num_tokens": 20, "scale": 3.0}),
+    ],
+)
+def test_multi_vector_loss_and_gradients_are_the_librarys(
+    columns: int, scores: str, settings: dict[str, Any], folder: Path
+) -> None:
+    model = without_dropout(colbert(folder).double())
+    batch = different_lengths(model, task="query")[:columns]
+    assert batch[0]["query_expansion_positions"].any()
+    settings |= {"similarity_fct": getattr(library.multi_vector_encoder.scoring, scores)}
+    results = []
+    for kind in (MegabatchMultiVectorRankingLoss, own_multi_vector_loss):
+        loss = kind(model, **settings)
+        results.append(step(loss, model, batch))
+        results[-1] += step(losses.MatryoshkaLoss(model, loss, [WIDTH, 6]), model, batch)
+    torch.testing.assert_close(*results, rtol=1e-10, atol=1e-12)
+
+
+@multi_vector
+def test_other_scores_and_single_columns_of_tokens_are_refused(folder: Path) -> None:
+    model = colbert(folder)
+    with pytest.raises(ValueError, match=r"expected colbert_scores or.*got cos_sim"):
+        MegabatchMultiVectorRankingLoss(model, similarity_fct=util.cos_sim)
+    with pytest.raises(ValueError, match="expected queries, positives and any negatives, got 1"):
+        MegabatchMultiVectorRankingLoss(model)([model.preprocess(["a b"])])
+
+
+def test_a_release_without_multi_vector_encoders(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentence_transformers.multi_vector_encoder", None)
+    names = runpy.run_path(integration.__file__)
+    assert names["MegabatchRankingLoss"](model).scale == 20
+    with pytest.raises(ImportError, match="expected sentence-transformers 6"):
+        names["MegabatchMultiVectorRankingLoss"](model)

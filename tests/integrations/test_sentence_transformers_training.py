@@ -11,17 +11,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.integrations.sentence_encoders import (
     EVERY_DIRECTION,
     SYMMETRIC,
     WIDTH,
     bert,
+    colbert,
+    different_lengths,
     embeddings,
     library,
     loss_and_gradients,
+    multi_vector,
+    own_multi_vector_loss,
+    scores_in_float64,
     static,
+    step,
     without_dropout,
 )
 from tests.integrations.training import weights_of
@@ -34,6 +40,7 @@ losses: Any = importlib.import_module("sentence_transformers.sentence_transforme
 
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
+    MegabatchMultiVectorRankingLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
 )
@@ -58,6 +65,7 @@ def texts(columns: int) -> Any:
 CACHED = MegabatchRankingLoss, losses.CachedMultipleNegativesRankingLoss
 UNCACHED = UncachedMegabatchRankingLoss, losses.MultipleNegativesRankingLoss
 GUIDED = MegabatchGISTEmbedLoss, losses.CachedGISTEmbedLoss
+MULTI_VECTOR = MegabatchMultiVectorRankingLoss, own_multi_vector_loss
 
 
 def train_both(
@@ -96,9 +104,10 @@ def train_both(
     weights, evaluations = [], []
     for kind in kinds:
         model = make_model(folder)
-        trainer = library.SentenceTransformerTrainer(
+        kind_of_model = type(model).__name__
+        trainer = getattr(library, f"{kind_of_model}Trainer")(
             model,
-            library.SentenceTransformerTrainingArguments(**options, **arguments),
+            getattr(library, f"{kind_of_model}TrainingArguments")(**options | arguments),
             train_dataset=data,
             eval_dataset=data,
             loss=make_loss(kind, model),
@@ -165,6 +174,19 @@ def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
     train_both(folder, UNCACHED, matryoshka, texts(3), make_model=static)
 
 
+def train_multi_vector_encoders(folder: Path, **settings: Any) -> None:
+    """50 steps with prompts, expanded queries, skipped tokens and a column of negatives."""
+    make_loss = lambda kind, model: kind(model, scale=4.0, mini_batch_size=4, **settings)  # noqa: E731
+    options: dict[str, Any] = {"max_steps": 50, "gradient_accumulation_steps": 1}
+    options["prompts"] = {"anchor": "a ", "positive": "b ", "negative_1": "b "}
+    train_both(folder, MULTI_VECTOR, make_loss, texts(3), make_model=colbert, **options)
+
+
+@multi_vector
+def test_multi_vector_encoders_train_as_the_librarys(folder: Path) -> None:
+    train_multi_vector_encoders(folder)
+
+
 def test_sorted_texts_train_as_the_librarys_with_matryoshka_loss(folder: Path) -> None:
     words = ["a b c d e f g", "b", "c d", "a c e g b d f h", "f", "e f g", "g h", "h"]
     columns = {"anchor": words * 2, "positive": words[3:] + words + ["a"] * 3}
@@ -192,6 +214,7 @@ def on_two_trains_as_the_librarys_do(world: World) -> None:
     if library.__version__ >= "6":
         guide = bert(world.folder)
         train_both(world.folder, GUIDED, functools.partial(guided, guide), texts(3))
+        train_multi_vector_encoders(world.folder, gather_across_devices=True)
 
 
 def on_two_shards_of_different_sizes(world: World) -> None:
@@ -212,3 +235,18 @@ def on_two_shards_of_different_sizes(world: World) -> None:
     torch.testing.assert_close(found / 2, expected)
     for column, gradient in zip(own_gradients, gradients, strict=True):
         torch.testing.assert_close(column / 2, gradient[own])
+
+
+@scores_in_float64
+def on_two_shards_of_documents_of_different_lengths(world: World) -> None:
+    if library.__version__ >= "6":
+        model = without_dropout(colbert(world.folder).double())
+        queries, negatives, positives = different_lengths(model, task="query")
+        batch = queries, positives, negatives  # the longest of each rank
+        own = slice(0, 3) if world.rank == 0 else slice(3, 7)
+        shards = [{k: v[own] for k, v in c.items() if isinstance(v, Tensor)} for c in batch]
+        loss = MegabatchMultiVectorRankingLoss(model, gather_across_devices=True)
+        results = step(loss, model, shards), step(own_multi_vector_loss(model), model, batch)
+        for found, expected in zip(*results, strict=True):
+            dist.all_reduce(found)
+            torch.testing.assert_close(found / 2, expected, rtol=1e-10, atol=1e-12)

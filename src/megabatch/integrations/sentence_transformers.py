@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, reduce
-from typing import Any
+from importlib.metadata import version
+from typing import Any, Literal
 
 import torch
 from sentence_transformers.sentence_transformer.losses import (
@@ -27,16 +28,29 @@ from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
 from megabatch.losses.base import unit_rows
+from megabatch.losses.maxsim import MaxSimLoss
 from megabatch.losses.negatives import Logits, Rows, no_ids, similarity_limit
 from megabatch.losses.terms import minus_log_probability
 from megabatch.models.padding import MASKED_KINDS
 from megabatch.similarity import global_mean, pair_ids, paired, split_logsumexp
 from megabatch.similarity.arguments import accumulator_dtype, check_scalar, product_dtype
 
+try:
+    from sentence_transformers.multi_vector_encoder import scoring
+    from sentence_transformers.multi_vector_encoder.losses import (
+        CachedMultiVectorMultipleNegativesRankingLoss,
+    )
+    from sentence_transformers.util import cat_padded_token_embeddings
+
+    _MultiVectorLoss: Any = CachedMultiVectorMultipleNegativesRankingLoss
+except ImportError:  # before 6.0
+    _MultiVectorLoss = object
+
 #: Modules of sentence-transformers whose result for a text does not depend on its padding, after
 #: a transformer that masks padding.
 _ROW_BY_ROW = frozenset(
     {"Transformer", "Pooling", "Dense", "LayerNorm", "Dropout", "Normalize", "WeightedLayerPooling"}
+    | {"MultiVectorMask"}
 )
 
 
@@ -76,10 +90,10 @@ class _Cached:
             )
         return loss
 
-    def _in_batch_order(self, reps: list[list[Tensor]]) -> list[Tensor]:
-        """Embeddings (rows, d) of whole columns, from lists of their mini-batches."""
+    def _in_batch_order(self, columns: Iterable[Tensor]) -> list[Tensor]:
+        """Embeddings or masks (rows, ...) of whole columns, from those of the sorted texts."""
         self._are_in_batch_order = True
-        columns = [torch.cat(column) for column in reps]
+        columns = list(columns)
         places = self._places or (None,) * len(columns)
         return [
             column if place is None else column.index_select(0, place)
@@ -145,7 +159,8 @@ class MegabatchRankingLoss(_Cached, CachedMultipleNegativesRankingLoss):
             reps: embeddings (rows, d). labels: not used.
             with_backward: backpropagate to the embeddings, and return the loss without a graph.
         """
-        return _finished(ranking_loss(self, self._in_batch_order(reps)), with_backward)
+        embeddings = self._in_batch_order(map(torch.cat, reps))
+        return _finished(ranking_loss(self, embeddings), with_backward)
 
 
 class UncachedMegabatchRankingLoss(MultipleNegativesRankingLoss):
@@ -197,8 +212,53 @@ class MegabatchGISTEmbedLoss(_Cached, CachedGISTEmbedLoss):
             reps: embeddings (rows, d). reps_guided: the guide's, (rows, d') of any width.
             with_backward: see there.
         """
-        embeddings, guides = map(self._in_batch_order, (reps, reps_guided))
+        embeddings, guides = (
+            self._in_batch_order(map(torch.cat, each)) for each in (reps, reps_guided)
+        )
         return _finished(guided_loss(self, embeddings, guides), with_backward)
+
+
+class MegabatchMultiVectorRankingLoss(_Cached, _MultiVectorLoss):
+    """`CachedMultiVectorMultipleNegativesRankingLoss` at any batch size: late interaction.
+
+    Args:
+        args, kwargs: those of the installed library's class, with the same meaning and defaults.
+            `similarity_fct` must be `colbert_scores` or `mean_colbert_scores`. Scores are never
+            stored, so `score_mini_batch_size` has no effect; `show_progress_bar` as in
+            `MegabatchRankingLoss`.
+        sort_by_length: see there.
+
+    Raises:
+        ImportError: a release of sentence-transformers before 6.0.
+        ValueError: the library's reasons, or another `similarity_fct`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if _MultiVectorLoss is object:
+            raise ImportError(
+                f"{type(self).__name__}: expected sentence-transformers 6.0 or newer, got "
+                f"{version('sentence-transformers')}, which has no multi-vector encoders"
+            )
+        super().__init__(*args, **kwargs)
+        _score(self.similarity_fct)
+
+    def calculate_loss(
+        self,
+        reps: list[list[Tensor]],
+        masks_chunks: list[list[Tensor]],
+        *,
+        with_backward: bool = False,
+    ) -> Tensor:
+        """The loss of a batch's embeddings, as in `MegabatchRankingLoss`.
+
+        Args:
+            reps: embeddings (rows, tokens, d). masks_chunks: (rows, tokens) each, true for tokens
+                that count. Numbers of tokens may differ between mini-batches.
+            with_backward: see there.
+        """
+        columns = map(cat_padded_token_embeddings, reps, masks_chunks)
+        tokens, masks = map(self._in_batch_order, zip(*columns, strict=True))
+        return _finished(multi_vector_loss(self, tokens, masks), with_backward)
 
 
 def _finished(loss: Tensor, with_backward: bool) -> Tensor:
@@ -275,12 +335,31 @@ def guided_loss(settings: Any, embeddings: list[Tensor], guides: list[Tensor]) -
     return global_mean(losses, group, name="queries")
 
 
+def multi_vector_loss(settings: Any, tokens: list[Tensor], masks: list[Tensor]) -> Tensor:
+    """The library's multi-vector ranking loss: late interaction with all documents of the batch.
+
+    Args:
+        settings: an object with the attributes of `CachedMultiVectorMultipleNegativesRankingLoss`.
+        tokens: (b, l, d) each, as for `ranking_loss`; l may differ.
+        masks: (b, l) each, true for tokens that count.
+
+    Returns:
+        A scalar, as `ranking_loss`.
+
+    Raises:
+        ValueError: there are fewer than two columns; `similarity_fct` is not supported.
+    """
+    _check_columns(tokens)
+    score = _score(settings.similarity_fct)
+    group = None if settings.gather_across_devices else "local"
+    loss = MaxSimLoss(1 / settings.scale, score=score, group=group)
+    further = cat_padded_token_embeddings(tokens[2:], masks[2:]) if len(tokens) > 2 else ()
+    return loss(*tokens[:2], *masks[:2], *further)
+
+
 def _operands(embeddings: list[Tensor], cosine: bool) -> list[Tensor]:
     """Queries, positives and negatives in the dtype of the products, normalised for the cosine."""
-    if len(embeddings) < 2:
-        raise ValueError(
-            f"embeddings: expected queries, positives and any negatives, got {len(embeddings)}"
-        )
+    _check_columns(embeddings)
     dtypes = [product_dtype(column) for column in embeddings]
     return [
         unit_rows(column, dtype) if cosine else column.to(dtype)
@@ -288,15 +367,36 @@ def _operands(embeddings: list[Tensor], cosine: bool) -> list[Tensor]:
     ]
 
 
+def _check_columns(embeddings: list[Tensor]) -> None:
+    if len(embeddings) < 2:
+        raise ValueError(
+            f"embeddings: expected queries, positives and any negatives, got {len(embeddings)}"
+        )
+
+
 def _is_cosine(similarity_fct: Callable[..., Tensor]) -> bool:
     """Whether the similarity is the cosine, and not the dot product."""
     if similarity_fct not in (cos_sim, dot_score):
-        name = getattr(similarity_fct, "__name__", type(similarity_fct).__name__)
         raise ValueError(
             "similarity_fct: expected cos_sim or dot_score of sentence_transformers.util, got "
-            f"{name}: other similarities are not products of the embeddings"
+            f"{_name(similarity_fct)}: other similarities are not products of the embeddings"
         )
     return similarity_fct is cos_sim
+
+
+def _score(similarity_fct: Callable[..., Tensor]) -> Literal["sum", "mean"]:
+    """How products of tokens make a score, as `MaxSimLoss` names it."""
+    if similarity_fct not in (scoring.colbert_scores, scoring.mean_colbert_scores):
+        raise ValueError(
+            "similarity_fct: expected colbert_scores or mean_colbert_scores of "
+            "sentence_transformers.multi_vector_encoder.scoring, got "
+            f"{_name(similarity_fct)}: other scores are not sums of largest products"
+        )
+    return "sum" if similarity_fct is scoring.colbert_scores else "mean"
+
+
+def _name(function: Callable[..., Tensor]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
 
 
 def _logits(

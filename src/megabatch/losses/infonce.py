@@ -305,22 +305,26 @@ class InfoNCELoss(TemperatureLoss):
                     f"got {getattr(self, name)}"
                 )
 
-    def _check_negatives(self, query: Tensor, negatives: Any) -> None:
-        """None, shared negatives (k, d) or each query's own (b, k, d)."""
+    def _check_negatives(
+        self, query: Tensor, negatives: Any, name: str = "query", own: str = "(b, k, d)"
+    ) -> None:
+        """None, each query's own (b, k, d), or without the first dimension those of every query."""
         if negatives is None:
             return
-        is_tensor = isinstance(negatives, Tensor)
-        if not is_tensor or negatives.dim() not in (2, 3):
+        shared, is_tensor = "(" + own.removeprefix("(b, "), isinstance(negatives, Tensor)
+        if not is_tensor or negatives.dim() - query.dim() not in (0, 1):
             came = tuple(negatives.shape) if is_tensor else type(negatives).__name__
             error = ValueError if is_tensor else TypeError
-            raise error(f"negatives: expected a tensor of shape (k, d) or (b, k, d), got {came}")
+            raise error(f"negatives: expected a tensor of shape {shared} or {own}, got {came}")
         check_dense("negatives", negatives)
-        check_two(query, negatives.flatten(0, -2), ("query", "negatives"))
-        if negatives.dim() == 3:
-            check_same_rows(query, negatives, ("query", "negatives"))
+        of_query, names = negatives.dim() > query.dim(), (name, "negatives")
+        rows = negatives.flatten(0, 1) if of_query else negatives
+        check_two(query, rows, names, tokens=query.dim() == 3)
+        if of_query:
+            check_same_rows(query, negatives, names)
         elif self.share_negatives or self.hardness_mode == "hard_negatives":
             setting = "share_negatives" if self.share_negatives else "hardness_mode"
             raise ValueError(
-                f"negatives: expected each query's own (b, k, d) with {setting}="
+                f"negatives: expected each query's own {own} with {setting}="
                 f"{getattr(self, setting)!r}, got shape {tuple(negatives.shape)}"
             )

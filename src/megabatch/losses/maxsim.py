@@ -14,7 +14,7 @@ from megabatch.losses.infonce import HardnessMode, InfoNCELoss
 from megabatch.losses.negatives import Logits, Rows
 from megabatch.losses.terms import minus_log_probability
 from megabatch.similarity import Split, global_mean, largest_over_ranks
-from megabatch.similarity.arguments import check_dense, check_integers, check_same_rows, check_two
+from megabatch.similarity.arguments import check_integers, check_same_rows, check_two
 
 
 class MaxSimLoss(InfoNCELoss):
@@ -125,11 +125,16 @@ class MaxSimLoss(InfoNCELoss):
             raise ValueError(
                 f"ids: expected None with label_smoothing={self.label_smoothing}, got ids"
             )
-        self._check_negatives(x, negatives)
+        self._check_negatives(x, negatives, "queries", "(b, n, k, d)")
+        shared = negatives is not None and (negatives.dim() == 3 or self.share_negatives)
+        if negatives is not None and self.label_smoothing and not shared:
+            raise ValueError(
+                "negatives: expected shape (n, k, d), or share_negatives=True, with "
+                f"label_smoothing={self.label_smoothing}, got {tuple(negatives.shape)}"
+            )
         weights = check_weights(weights, x)
         columns, masks = [y], [document_mask]
-        shared = negatives is not None and (negatives.dim() == 3 or self.share_negatives)
-        if shared:  # columns of the same matrix
+        if negatives is not None and shared:  # columns of the same matrix
             columns.append(negatives)
             masks.append(negative_mask)
         longest, length, counted = self._agreed(x, columns, masks)
@@ -209,31 +214,6 @@ class MaxSimLoss(InfoNCELoss):
         every, _ = Logits(scale, None, self.group).split(query, candidates, ids=ids)
         gap = rows.positive_sum - every.positive_sum / every.positive_count
         return losses + self.label_smoothing * gap
-
-    def _check_negatives(self, query: Tensor, negatives: Any) -> None:
-        if negatives is None:
-            return
-        if not isinstance(negatives, Tensor) or negatives.dim() not in (3, 4):
-            is_tensor = isinstance(negatives, Tensor)
-            came = tuple(negatives.shape) if is_tensor else type(negatives).__name__
-            error = ValueError if is_tensor else TypeError
-            expected = "a tensor of shape (n, k, d) or (b, n, k, d)"
-            raise error(f"negatives: expected {expected}, got {came}")
-        check_dense("negatives", negatives)
-        if negatives.dim() == 4 and self.label_smoothing and not self.share_negatives:
-            raise ValueError(
-                f"negatives: expected shape (n, k, d), or share_negatives=True, with "
-                f"label_smoothing={self.label_smoothing}, got {tuple(negatives.shape)}"
-            )
-        check_two(query, negatives.flatten(0, -3), ("queries", "negatives"), tokens=True)
-        if negatives.dim() == 4:
-            check_same_rows(query, negatives, ("queries", "negatives"))
-        elif self.share_negatives or self.hardness_mode == "hard_negatives":
-            setting = "share_negatives" if self.share_negatives else "hardness_mode"
-            raise ValueError(
-                f"negatives: expected each query's own (b, n, k, d) with {setting}="
-                f"{getattr(self, setting)!r}, got shape {tuple(negatives.shape)}"
-            )
 
 
 def _padded(

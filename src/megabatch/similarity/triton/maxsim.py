@@ -11,6 +11,7 @@ each group would do as many times the work as there are groups.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -203,6 +204,7 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
         return None if parts is None else parts.sum()
 
 
+@functools.lru_cache(1024)  # a step needs the same few
 def piece_of(tokens: int) -> tuple[int, int]:
     """Tokens of a piece of a query, which a tile holds whole, and of a query in whole pieces."""
     padded, piece = min((cdiv(tokens, piece) * piece, -piece) for piece in (16, 32, 64, 128))
