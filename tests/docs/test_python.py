@@ -148,6 +148,16 @@ def lightly(folder: Path) -> Iterator[Names]:
     assert model.weight.grad is not None
 
 
+@page("integrations/late_interaction.md")
+def late_interaction(folder: Path) -> Iterator[Names]:
+    known: Names = {"mb": mb, "model": nn.Linear(2, 2), "ContrastiveTrainer": nn.Module}
+    yield known
+    trainer, tokens = known["Trainer"](), F.normalize(torch.randn(2, 4, 3, 5), dim=3)
+    trainer.loss_func = known["loss_func"]
+    value = trainer._compute_loss_from_outputs(*tokens)
+    torch.testing.assert_close(value, known["ColbertLoss"]()(*tokens))
+
+
 @page("integrations/lightning.md")
 def lightning(folder: Path) -> Iterator[Names]:
     library = pytest.importorskip("lightning")

@@ -2,5 +2,5 @@
 
     from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
 
-A module needs its library and torch; nothing else in megabatch imports it.
+A module needs torch and, except `pylate` and `colpali`, its library; nothing else imports it.
 """
