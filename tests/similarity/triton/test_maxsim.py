@@ -43,6 +43,15 @@ def test_values_and_gradients(
     check(ours, truth, mine, theirs)
 
 
+def test_topk() -> None:
+    """Whole numbers, whose sums are exact; one document has no token."""
+    x, y = (torch.randint(-2, 3, (n, k, 9)).to(DEVICE, torch.float16) for n, k in ((5, 3), (7, 11)))
+    lengths = torch.arange(7).to(DEVICE)
+    scores, _ = similarity.topk(x, y, 7, col_lengths=lengths)
+    exact = dense.logits(x.double(), y.double(), col_lengths=lengths)
+    assert torch.equal(scores.double(), exact.topk(7).values)
+
+
 @pytest.mark.parametrize(
     ("case", "sides"),
     [("ids", "both"), ("paired", "rows"), ("ceiling", "rows"), ("guide", "both"), ("none", "both")],
