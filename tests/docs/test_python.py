@@ -104,7 +104,7 @@ def gradient_caching(folder: Path) -> Iterator[Names]:
 
 
 @page("late-interaction.md")
-def late_interaction(folder: Path) -> Iterator[Names]:
+def late_interaction_page(folder: Path) -> Iterator[Names]:
     known: Names = {}
     yield known
     assert known["queries"].grad.any()
