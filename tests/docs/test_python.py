@@ -103,6 +103,14 @@ def gradient_caching(folder: Path) -> Iterator[Names]:
     assert sentences.weight.grad is not None
 
 
+@page("late-interaction.md")
+def late_interaction_page(folder: Path) -> Iterator[Names]:
+    known: Names = {}
+    yield known
+    assert known["queries"].grad.any()
+    assert known["encoder"].words.weight.grad.any()
+
+
 @page("memory.md")
 def memory(folder: Path) -> Iterator[Names]:
     images, texts = batches()

@@ -52,6 +52,12 @@ SCRIPTS = {
     "three_modalities/three_modalities.py": Small(
         "--steps 4 --characters 50", 1 / 50, r"recall@1 ([\d.]+)"
     ),
+    "late_interaction/late_interaction.py": Small(
+        "--functions 1200 --steps 4",
+        1 / 500,
+        r"word: .* before, recall@1 ([\d.]+)",
+        r"word: recall@1 ([\d.]+)",
+    ),
     "distillation/distill.py": Small("--steps 12", 10 / 300, r"distilled: recall@10 ([\d.]+)"),
 }
 #: Scripts that write data for `megabatch train`, and the run: what to add to both commands.
@@ -106,6 +112,11 @@ def test_a_script_beats_chance(
     ("script", "options", "message"),
     [
         ("retriever/hard_negatives.py", "--count 4", "--count: expected more than 4, got 4"),
+        (
+            "late_interaction/late_interaction.py",
+            "--functions 30",
+            "--functions: expected more, to hold out 500, got 30",
+        ),
         (
             "three_modalities/three_modalities.py",
             "--characters 1",
