@@ -91,7 +91,9 @@ def test_a_run_is_evaluated_by_maxsim(tmp_path: Path) -> None:
     for answer in example["answers"]:
         pair = first.index(answer["text"]), second.index(example["text"])
         assert answer["score"] == pytest.approx(scores[pair].item(), abs=1e-5)
-    assert "with rank and MaxSim score" in Page((run / "report.html").read_text()).text
+    assert (
+        "with rank and score (cosine, or of tokens)" in Page((run / "report.html").read_text()).text
+    )
 
     half = Encoder(towers, precision="bf16", batch_size=2).texts(["a", "a b c d e", "b c"])
     assert isinstance(half, Tokens)

@@ -89,28 +89,29 @@ def test_hard_negatives_margins_and_hardness(share: bool, margin: float | None, 
     assert_equal(value, expected.mean(), [*features, hard])
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_label_smoothing(share: bool) -> None:
+@pytest.mark.parametrize("negatives", ["none", "own", "shared"])
+def test_label_smoothing(negatives: str) -> None:
     """Of all candidates; a document without tokens is none."""
     features, masks = batch()
     hard = torch.randn(B, 2, 4, D, dtype=torch.float64, requires_grad=True)
     mask = torch.rand(B, 2, 4) > 0.3
     mask[..., 0], mask[0, 1] = True, False
-    loss = mb.MaxSimLoss(0.5, label_smoothing=0.2, share_negatives=share)
-    more = (hard, mask) if share else ()
+    loss = mb.MaxSimLoss(0.5, label_smoothing=0.2, share_negatives=negatives == "shared")
+    more = () if negatives == "none" else (hard, mask)
     value = loss(*features, *masks, *more)
     s = scores(*features, *masks) / 0.5
-    if share:
+    if more:
         others = scores(features[0], hard.flatten(0, 1), masks[0], mask.flatten(0, 1)) / 0.5
-        s = torch.cat([s, others], 1)[:, [k for k in range(B + 2 * B) if k != B + 1]]
-    logs = s.log_softmax(1)
-    expected = -0.8 * logs.diagonal() - 0.2 * logs.mean(1)
-    assert_equal(value, expected.mean(), [*features, *([hard] if share else [])])
-    if not share:
-        with pytest.raises(ValueError, match=r"negatives: .* or share_negatives=True, with label"):
-            loss(*features, *masks, hard, mask)
-        with pytest.raises(ValueError, match="ids: expected None with label_smoothing"):
-            loss(*features, *masks, ids=torch.arange(B))
+        if negatives == "own":
+            others = others.view(B, B, 2).diagonal().T
+        s = torch.cat([s, others], 1)
+    counted = s > -torch.inf  # NaN: of -inf, of which no query token counts
+    logs = s.masked_fill(~counted, -torch.inf).log_softmax(1)
+    mean = torch.where(counted, logs, 0).sum(1) / counted.sum(1)
+    expected = -0.8 * logs.diagonal() - 0.2 * mean
+    assert_equal(value, expected.mean(), [*features, *([hard] if more else [])])
+    with pytest.raises(ValueError, match="ids: expected None with label_smoothing"):
+        loss(*features, *masks, ids=torch.arange(B))
 
 
 def test_negatives_of_all_queries() -> None:
@@ -215,7 +216,7 @@ def test_refusals() -> None:
             lambda: loss(q[0], y, q_mask, query_cu_seqlens=whole),
         ),
         (
-            r"queries: expected shape \(tokens, d\)",
+            r"queries: expected shape \(n, d\)",
             lambda: loss(q, y, query_cu_seqlens=whole),
         ),
         (

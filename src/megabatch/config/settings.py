@@ -52,8 +52,7 @@ class TrainConfig:
     hf_share: bool = True
     """One encoder for both sides of hf: models for pairs of texts, or two that start equal."""
     maxsim_dim: PositiveInt | None = None
-    """With --loss maxsim: width of a token's feature. Default: that of the folder's projection if
-    sentence-transformers saved it as a MultiVectorEncoder, or 128."""
+    """With --loss maxsim: width of a token's feature. Default: 128."""
     lock_image: bool = False
     """Freeze the image tower (LiT). A tower that is all frozen runs once, in evaluation mode."""
     lock_image_unlocked_groups: NonNegativeInt = 0

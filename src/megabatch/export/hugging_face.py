@@ -127,23 +127,18 @@ def write_sentence_model(opened: Opened, folder: Path) -> list[str]:
     """
     pair: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
-    query: Any = opened.towers.eval_transform
-    prompts = {"query": query.__self__.prompt, "document": tokenizer.prompt}
     notes = _differences(opened)
     if pair.text is None:
-        _write_model(pair.visual, tokenizer, prompts, folder)
+        _write_model(pair.visual, tokenizer, folder)
         return notes
     for side, encoder in (("query", pair.visual), ("document", pair.text)):
         (folder / side).mkdir()
-        _write_model(encoder, tokenizer, prompts, folder / side)
+        _write_model(encoder, tokenizer, folder / side)
     return [*notes, "there are two models, in its folders query and document: load each of them"]
 
 
 def _write_model(
-    encoder: TextEncoder | TokenEncoder,
-    tokenizer: FolderTokenizer,
-    prompts: Mapping[str, str],
-    folder: Path,
+    encoder: TextEncoder | TokenEncoder, tokenizer: FolderTokenizer, folder: Path
 ) -> None:
     _save_encoder(encoder, tokenizer, folder)
     settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
@@ -154,8 +149,7 @@ def _write_model(
     if isinstance(encoder, TokenEncoder):
         _write_modules(_OF_TOKENS, folder)
         _write_token_settings(encoder, folder)
-        settings |= {"prompts": prompts, "similarity_fn_name": "maxsim"}
-        settings["model_type"] = "MultiVectorEncoder"
+        settings |= {"similarity_fn_name": "maxsim", "model_type": "MultiVectorEncoder"}
     else:
         _write_modules(_OF_TEXTS, folder)  # Normalize has no files, but its folder is looked for
         model: Any = encoder.encoder

@@ -161,10 +161,7 @@ class InfoNCELoss(TemperatureLoss):
                 them; no gradient flows into them.
         """
         check_pairs(query, positive, ("query", "positive"))
-        if ids is not None and (self.label_smoothing or self.tau_plus):
-            name = "label_smoothing" if self.label_smoothing else "tau_plus"
-            raise ValueError(f"ids: expected None with {name}={getattr(self, name)}, got ids")
-        self._check_negatives(query, negatives)
+        self._check_candidates(query, negatives, ids)
         if queue is not None:
             check_two(query, queue, ("query", "queue"))
             queue = queue.detach()
@@ -271,19 +268,27 @@ class InfoNCELoss(TemperatureLoss):
     ) -> Tensor:
         """Losses of the queries from their positives and log-sum-exps of all negatives, (b,)."""
         positive, negative = rows.positive_sum, rows.negative
-        if not (self.tau_plus or self.label_smoothing):
-            return minus_log_probability(positive, negative)
+        if self.tau_plus:
+            own, others = (None if r is None else r.features for r in (hard, queue))
+            _, number = sum_of_candidates(candidates.features, own, others, self.group)
+            negative = debiased(positive, negative, scale, number - 1, self.tau_plus)
+        losses = minus_log_probability(positive, negative)
+        if self.label_smoothing:
+            # This share of the target moves from the positive to all candidates equally.
+            mean = self._mean_logit(scale, query, candidates, hard, queue)
+            losses = losses + self.label_smoothing * (positive - mean)
+        return losses
+
+    def _mean_logit(
+        self, scale: Tensor, query: Rows, candidates: Rows, hard: Rows | None, queue: Rows | None
+    ) -> Tensor:
+        """The mean of each query's logits over all candidates, (b,)."""
         own, others = (None if r is None else r.features for r in (hard, queue))
         total, number = sum_of_candidates(candidates.features, own, others, self.group)
-        if self.tau_plus:
-            negative = debiased(positive, negative, scale, number - 1, self.tau_plus)
-            return minus_log_probability(positive, negative)
-        # This share of the target moves from the positive to all candidates equally.
-        products = hard_products(query.features, total.expand(len(positive), 1, -1))[:, 0]
+        products = hard_products(query.features, total.expand(len(query.features), 1, -1))[:, 0]
         if own is not None:
             products = products + hard_products(query.features, own).sum(1)
-        gap = positive - scale * products / number
-        return minus_log_probability(positive, negative) + self.label_smoothing * gap
+        return scale * products / number
 
     def _both_directions(self, rows: Split, back: Split) -> Tensor:
         """Losses of the pairs, (b,). `back`: the documents against all queries, positives first."""
@@ -305,10 +310,13 @@ class InfoNCELoss(TemperatureLoss):
                     f"got {getattr(self, name)}"
                 )
 
-    def _check_negatives(
-        self, query: Tensor, negatives: Any, name: str = "query", own: str = "(b, k, d)"
+    def _check_candidates(
+        self, query: Tensor, negatives: Any, ids: Any, name: str = "query", own: str = "(b, k, d)"
     ) -> None:
-        """None, each query's own (b, k, d), or without the first dimension those of every query."""
+        """Negatives: None, each query's `own`, or without the first dimension those of all."""
+        if ids is not None and (self.label_smoothing or self.tau_plus):
+            setting = "label_smoothing" if self.label_smoothing else "tau_plus"
+            raise ValueError(f"ids: expected None with {setting}={getattr(self, setting)}, got ids")
         if negatives is None:
             return
         shared, is_tensor = "(" + own.removeprefix("(b, "), isinstance(negatives, Tensor)

@@ -11,10 +11,14 @@ from torch import Tensor
 
 from megabatch.losses.arguments import check_choice, check_ids, check_weights
 from megabatch.losses.infonce import HardnessMode, InfoNCELoss
-from megabatch.losses.negatives import Logits, Rows
-from megabatch.losses.terms import minus_log_probability
-from megabatch.similarity import Split, global_mean, largest_over_ranks
-from megabatch.similarity.arguments import check_integers, check_same_rows, check_two
+from megabatch.losses.negatives import Logits, Rows, similarities
+from megabatch.similarity import global_mean, largest_over_ranks
+from megabatch.similarity.arguments import (
+    check_features,
+    check_integers,
+    check_same_rows,
+    check_two,
+)
 
 
 class MaxSimLoss(InfoNCELoss):
@@ -32,8 +36,7 @@ class MaxSimLoss(InfoNCELoss):
         score: "sum" over a query's tokens, or "mean": divided by their number.
         margin, margin_strategy, share_negatives, hardness_mode, hardness_strength: as for
             `InfoNCELoss`, of scores instead of similarities.
-        label_smoothing: as for `InfoNCELoss`, and not with each query's own negatives unless they
-            are shared. It takes the time of a second forward and backward pass.
+        label_smoothing: as for `InfoNCELoss`. It takes twice the time.
         normalize: scale each token's features to unit length first.
         group: see `ContrastiveLoss`.
 
@@ -121,17 +124,8 @@ class MaxSimLoss(InfoNCELoss):
         names = ("queries", "documents")
         check_two(x, y, names, tokens=True)
         check_same_rows(x, y, names)
-        if ids is not None and self.label_smoothing:
-            raise ValueError(
-                f"ids: expected None with label_smoothing={self.label_smoothing}, got ids"
-            )
-        self._check_negatives(x, negatives, "queries", "(b, n, k, d)")
+        self._check_candidates(x, negatives, ids, "queries", "(b, n, k, d)")
         shared = negatives is not None and (negatives.dim() == 3 or self.share_negatives)
-        if negatives is not None and self.label_smoothing and not shared:
-            raise ValueError(
-                "negatives: expected shape (n, k, d), or share_negatives=True, with "
-                f"label_smoothing={self.label_smoothing}, got {tuple(negatives.shape)}"
-            )
         weights = check_weights(weights, x)
         columns, masks = [y], [document_mask]
         if negatives is not None and shared:  # columns of the same matrix
@@ -162,8 +156,8 @@ class MaxSimLoss(InfoNCELoss):
 
         In a traced program they must be the same on all processes.
         """
-        lengths = [documents.shape[-2] for documents in columns]
-        longest, length, shortest = queries.shape[1], max(lengths), min(lengths)
+        lengths, longest = [documents.shape[-2] for documents in columns], queries.shape[1]
+        length, shortest = max(lengths), min(lengths)
         masked = any(mask is not None for mask in masks)
         if not torch.compiler.is_compiling():
             numbers = longest, length, -shortest, int(masked)
@@ -193,27 +187,22 @@ class MaxSimLoss(InfoNCELoss):
             lengths = mask.sum(-1)
         return Rows(self._operand(features), None, None, lengths)
 
-    def _one_direction(
-        self,
-        rows: Split,
-        scale: Tensor,
-        query: Rows,
-        candidates: Rows,
-        hard: Rows | None,
-        queue: Rows | None,
+    def _mean_logit(
+        self, scale: Tensor, query: Rows, candidates: Rows, hard: Rows | None, queue: Rows | None
     ) -> Tensor:
-        losses = minus_log_probability(rows.positive_sum, rows.negative)
-        if not self.label_smoothing:
-            return losses
-        # The mean score is no product of features: a sweep in which all pairs are positives.
+        # It is no product of sums: a sweep in which all pairs are positives.
         documents = candidates.features
         col_ids = torch.zeros(len(documents), dtype=torch.int64, device=documents.device)
         if candidates.lengths is not None:
             col_ids = col_ids - (candidates.lengths == 0).to(torch.int64)  # no candidates
-        ids = torch.zeros_like(rows.negative, dtype=torch.int64), col_ids
+        ids = col_ids.new_zeros(len(query.features)), col_ids
         every, _ = Logits(scale, None, self.group).split(query, candidates, ids=ids)
-        gap = rows.positive_sum - every.positive_sum / every.positive_count
-        return losses + self.label_smoothing * gap
+        total, count = every.positive_sum, every.positive_count
+        if hard is not None:
+            logits = similarities(query, hard) * scale
+            total = total + torch.where(logits > -torch.inf, logits, 0).sum(1)
+            count = count + (logits > -torch.inf).sum(1)
+        return total / count
 
 
 def _padded(
@@ -228,9 +217,7 @@ def _padded(
         return features, mask
     if mask is not None:
         raise ValueError(f"{name}_mask: expected None with {name}_cu_seqlens, got a mask")
-    if not isinstance(features, Tensor) or features.dim() != 2:
-        came = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise ValueError(f"{names}: expected shape (tokens, d) with {name}_cu_seqlens, got {came}")
+    check_features(names, features)
     size = cu_seqlens.shape[0] if isinstance(cu_seqlens, Tensor) else 0
     starts = check_integers(f"{name}_cu_seqlens", cu_seqlens, size, features)
     bounds = starts.tolist()

@@ -108,7 +108,7 @@ class Logits:
 
     def over_hard(self, x: Rows, hard: Rows) -> Tensor:
         """Log-sum-exp of each row i of x over its `hard[i]` (k, d), (m,)."""
-        logits = _similarities(x, hard) * self.scale
+        logits = similarities(x, hard) * self.scale
         if self.ceiling is not None:
             compared = logits
             if x.guide is not None and hard.guide is not None:
@@ -146,7 +146,7 @@ def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) 
         own = Rows(
             y[:, None], None, None, None if positive.lengths is None else positive.lengths[:, None]
         )
-        similarity = _similarities(query._replace(features=x), own)[:, 0]
+        similarity = similarities(query._replace(features=x), own)[:, 0]
         sizes = [torch.linalg.vector_norm(t, dim=2, dtype=similarity.dtype) for t in (x, y)]
         size = sizes[0].sum(1) * sizes[1].amax(1)
         size = size if query.weight is None else size * query.weight
@@ -159,7 +159,7 @@ def similarity_limit(query: Rows, positive: Rows, margin: float, strategy: str) 
     return similarity + margin * share + rounding * size
 
 
-def _similarities(query: Rows, hard: Rows) -> Tensor:
+def similarities(query: Rows, hard: Rows) -> Tensor:
     """The similarities of each row i of the queries with `hard[i]`, (b, k)."""
     x, y = query.features, hard.features
     if x.dim() == 2:

@@ -6,12 +6,11 @@ import copy
 import functools
 import json
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabatch.errors import UsageError, plural
@@ -34,15 +33,8 @@ _SAVED: dict[str, Pooling] = {
 }
 _WITHOUT_EFFECT = {"Transformer", "Pooling", "Normalize"}  # on pooled features
 
-#: Features of a token, unless a folder or --maxsim-dim says otherwise: ColBERT's.
+#: Features of a token, unless --maxsim-dim says otherwise: ColBERT's.
 TOKEN_DIM = 128
-#: Modules of a MultiVectorEncoder of sentence-transformers, and their settings in a run.
-MULTI_VECTOR = ("Transformer", "Dense", "MultiVectorMask", "Normalize")
-_PLAIN: dict[str, Any] = {
-    **{"query_expansion": None, "skiplist_words": [], "keep_only_token_ids": None},
-    **{"bias": False, "activation_function": "torch.nn.modules.linear.Identity"},
-    "use_residual": False,
-}
 
 
 def read_config(folder: Path) -> Any:
@@ -80,18 +72,16 @@ def read_model(folder: Path, config: Any) -> Any:
 class FolderTokenizer:
     """A Hugging Face tokenizer that each process loads for itself, so it is cheap to pickle.
 
-    folder: of its files; pad: its padding token; context_length: tokens per text; prompt: put
-    before each text.
+    folder: of its files; pad: its padding token; context_length: tokens per text.
     """
 
     folder: Path
     pad: int
     context_length: int
-    prompt: str = ""
 
     def __call__(self, texts: str | list[str]) -> Tensor:
         """Tokenise texts to int64 (n, context_length), truncated or padded to that length."""
-        batch = [self.prompt + text for text in ([texts] if isinstance(texts, str) else texts)]
+        batch = [texts] if isinstance(texts, str) else list(texts)
         if not batch:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
         encoded = _load_tokenizer(self.folder)(
@@ -152,12 +142,9 @@ def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Tower
     if getattr(encoder, "pooler", None) is not None:
         encoder.pooler = None  # BERT's, for another task: no feature uses it
     tokenizer = read_tokenizer(folder, config, options.force_context_length)
-    query = tokenizer
     if options.multi_vector:
         options.refuse(f"{name} with --loss maxsim", "hf_pooling")
-        head, prompts = read_head(folder, config, options.maxsim_dim)
-        query = replace(tokenizer, prompt=prompts.get("query") or "")
-        tokenizer = replace(tokenizer, prompt=prompts.get("document") or "")
+        head = new_head(folder, config, options.maxsim_dim)
         first: nn.Module = TokenEncoder(encoder, tokenizer.pad, head)
     else:
         first = TextEncoder(encoder, tokenizer.pad, options.hf_pooling or saved_pooling(folder))
@@ -167,8 +154,8 @@ def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Tower
     return Towers(
         name,
         module,
-        query.of_one,
-        query.of_one,
+        tokenizer.of_one,
+        tokenizer.of_one,
         tokenizer,
         head.out_features if options.multi_vector else int(config.hidden_size),
         first="text",
@@ -225,44 +212,21 @@ def _states(module: TextEncoder | TokenEncoder, text: Tensor) -> tuple[Tensor, T
     return module.encoder(input_ids=text, attention_mask=mask.long()).last_hidden_state, mask
 
 
-def read_head(folder: Path, config: Any, dim: int | None) -> tuple[nn.Linear, dict[str, str]]:
-    """The projection of tokens' states, and prompts, of a folder that a MultiVectorEncoder saved.
-
-    For another folder, a random projection, as sentence-transformers makes it, and no prompts.
+def new_head(folder: Path, config: Any, dim: int | None) -> nn.Linear:
+    """A random projection of tokens' states, as sentence-transformers makes it.
 
     Raises:
-        UsageError: the folder is one of PyLate's or ColBERT's, it has settings that a run does not
-            know, or its projection has another width than `dim`.
+        UsageError: the folder has a projection of its own, which a run would not use.
     """
     path = folder / "config_sentence_transformers.json"
-    saved = _read_json(path) if path.is_file() else {}
-    kind = "ColBERT" if "HF_ColBERT" in (config.architectures or ()) else saved.get("model_type")
-    if kind == "ColBERT":
+    saved = _read_json(path).get("model_type") if path.is_file() else None
+    if saved in ("ColBERT", "MultiVectorEncoder") or "HF_ColBERT" in (config.architectures or ()):
         raise UsageError(
-            f"--model: {folder} has the format of ColBERT or PyLate; expected that of "
-            "sentence-transformers: MultiVectorEncoder(PATH).save_pretrained(FOLDER) converts it"
+            f"--model: expected a folder without a projection of tokens, got {folder}, which was "
+            "saved with one; sentence-transformers trains it with MegabatchMultiVectorRankingLoss "
+            "(docs/integrations/sentence_transformers.md)"
         )
-    if kind != "MultiVectorEncoder":
-        return nn.Linear(config.hidden_size, dim or TOKEN_DIM, bias=False), {}
-    listed = _read_json(folder / "modules.json")
-    modules = [(module["type"].rsplit(".", 1)[-1], module["path"]) for module in listed]
-    settings = _read_json(folder / "sentence_bert_config.json")
-    for _, place in modules[1:]:
-        settings |= _read_json(folder / place / "config.json")
-    found = [name for name, _ in modules]
-    other = [f"{n} {settings[n]}" for n in _PLAIN if settings.get(n, _PLAIN[n]) != _PLAIN[n]]
-    if other or sorted(found) != sorted(MULTI_VECTOR):
-        raise UsageError(
-            f"--model: sentence-transformers' files in {folder} name {', '.join(found + other)}; "
-            f"expected {', '.join(MULTI_VECTOR)}, a projection alone, without query expansion and "
-            "skiplist"
-        )
-    weight = load_file(folder / dict(modules)["Dense"] / "model.safetensors")["linear.weight"]
-    if dim not in (None, len(weight)):
-        raise UsageError(f"--maxsim-dim {dim}: the projection in {folder} gives {len(weight)}")
-    projection = nn.Linear(weight.shape[1], len(weight), bias=False)
-    projection.weight = nn.Parameter(weight.float())
-    return projection, saved.get("prompts") or {}
+    return nn.Linear(config.hidden_size, dim or TOKEN_DIM, bias=False)
 
 
 def _read_json(path: Path) -> Any:

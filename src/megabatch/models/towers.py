@@ -37,8 +37,7 @@ class ModelOptions:
         hf_share: for pairs of texts, one encoder for both; otherwise two, with equal initial
             weights.
         multi_vector: for pairs of texts, a feature for each token instead of one per text.
-        maxsim_dim: the width of these features. Default: as a folder has it that
-            sentence-transformers saved as a MultiVectorEncoder, else 128, ColBERT's.
+        maxsim_dim: the width of these features. Default: 128, ColBERT's.
     """
 
     force_patch_dropout: float | None = None

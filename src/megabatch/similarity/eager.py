@@ -12,7 +12,7 @@ from torch import Tensor
 from megabatch.similarity import settings, states
 from megabatch.similarity.arguments import accumulator_dtype
 from megabatch.similarity.matrix import Matrix
-from megabatch.similarity.tiles import StateTiles, Tiles, rounds_left
+from megabatch.similarity.tiles import State, StateTiles, Tiles, rounds_left
 
 #: (positive, dropped) of a block, as `Matrix.masks` returns them.
 Masks: TypeAlias = "tuple[Tensor | None, Tensor | None]"
@@ -114,24 +114,17 @@ class SoftmaxTiles(StateTiles, EagerTiles):
         self._scratch = self._buffers(2)
         self._saved = self._saved_blocks(saved)
 
-    def forward(
-        self,
-        rows: Tensor,
-        cols: Tensor | None,
-        overwrite: tuple[bool, bool],
-        to_results: bool = False,
-    ) -> None:
-        for i, j, own, other in self.blocks_with_states(rows, cols, overwrite, to_results):
-            sides = (own,) if other is None else (own, other)
-            for side in sides:
-                if side.is_first:
-                    self.clear(side.numbers)
-            out, scratch = self._place(i, j)
-            s = self._logits(i, j, out)
-            self.merge_block(i, j, s, scratch, [side.numbers for side in sides])
-            for side in sides:
-                if side.is_last:
-                    self.write_results(side.numbers[None].clone(), self.results(side.numbers))
+    def forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+        sides = (rows,) if cols is None else (rows, cols)
+        for side in sides:
+            if side.is_first:
+                self.clear(side.numbers)
+        out, scratch = self._place(i, j)
+        s = self._logits(i, j, out)
+        self.merge_block(i, j, s, scratch, [side.numbers for side in sides])
+        for side in sides:
+            if side.is_last:
+                self.write_results(side.numbers[None].clone(), self.results(side.numbers))
 
     def merge_block(
         self, i: slice, j: slice, s: Tensor, scratch: Tensor, sides: Sequence[Tensor]
@@ -142,29 +135,23 @@ class SoftmaxTiles(StateTiles, EagerTiles):
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
     ) -> Tensor:
-        s, scratch = self._place(i, j)
-        if (i.start, j.start) not in self._saved:
-            s = self._logits(i, j, s)
-        return self._gradient(i, j, s, scratch, rows, cols)
-
-    def _logits(self, i: slice, j: slice, out: Tensor) -> Tensor:
-        """The logits of a block, in `out` if `logits` can write them there."""
-        return logits(self.x[i], self.y[j], self.scale, out)
-
-    def _gradient(
-        self,
-        i: slice,
-        j: slice,
-        s: Tensor,
-        scratch: Tensor,
-        rows: Tensor | None,
-        cols: Tensor | None,
-    ) -> Tensor:
-        """dS of a block of logits `s`, which it destroys."""
+        """Destroys the block's logits."""
+        s, scratch = self._logits_again(i, j)
         rows = None if rows is None else rows[:, i]
         cols = None if cols is None else cols[:, j]
         buffers = buffer_views(self._scratch, i, j)[0], scratch
         return gradient_tile(s, self._masks(i, j, s, scratch), rows, cols, buffers)
+
+    def _logits_again(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
+        """A block's logits, saved or computed again, and another buffer of its size."""
+        s, scratch = self._place(i, j)
+        if (i.start, j.start) not in self._saved:
+            s = self._logits(i, j, s)
+        return s, scratch
+
+    def _logits(self, i: slice, j: slice, out: Tensor) -> Tensor:
+        """The logits of a block, in `out` if `logits` can write them there."""
+        return logits(self.x[i], self.y[j], self.scale, out)
 
     def _masks(self, i: slice, j: slice, s: Tensor, scratch: Tensor) -> Masks:
         """Masks of a block of logits `s`; a guide's products overwrite `scratch`."""

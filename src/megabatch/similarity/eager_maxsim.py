@@ -10,7 +10,6 @@ document.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -96,10 +95,13 @@ class MaxSimTiles(SoftmaxTiles):
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
     ) -> Tensor:
         """The gradient of a block's sums without the scale: dS times the rows' weights."""
+        return self._weighted(super().gradient_block(i, j, rows, cols), i)
+
+    def _logits_again(self, i: slice, j: slice) -> tuple[Tensor, Tensor]:
         s, scratch = self._place(i, j)
         if not self._find_places(i, j):
             s = self._weighted(self._sums(i, j, s, self._places), i).mul_(self.scale)
-        return self._weighted(self._gradient(i, j, s, scratch, rows, cols), i)
+        return s, scratch
 
     def _find_places(self, i: slice, j: slice) -> bool:
         """Set `_places` to a block's; whether they are saved, and not to be computed again."""
@@ -111,20 +113,6 @@ class MaxSimTiles(SoftmaxTiles):
         self._places = self.x.new_empty(shape, dtype=kind)
         return False
 
-    def add_strip(
-        self,
-        i: slice,
-        rows: Any,
-        cols: Any,
-        dx: Tensor | None,
-        dy: Tensor | None,
-        overwrite: tuple[bool, bool],
-    ) -> None:
-        for j in self.col_blocks(i):
-            ds, first = self.gradient_block(i, j, rows, cols), overwrite[0] and j.start == 0
-            totals = dx, None if dy is None else dy[j]
-            self._add_gradients(i, j, ds, totals, (first, overwrite[1]))
-
     def _weighted(self, sums: Tensor, i: slice) -> Tensor:
         """`sums` of the rows `i`, in place, times their weights."""
         weight = self.matrix.rows.weight
@@ -132,7 +120,7 @@ class MaxSimTiles(SoftmaxTiles):
 
     def _sums(self, i: slice, j: slice, out: Tensor, places: Tensor | None = None) -> Tensor:
         """Sums of the largest products, (m, n), written to `out`; their places to `places`."""
-        x, y, lengths = self._tokens(self.x[i]), self._trimmed(j), self.matrix.cols.lengths
+        x, y, lengths = self._tokens(self.x[i]), self.y[j], self.matrix.cols.lengths
         if places is not None:
             places.zero_()
         for docs in strips(len(y), max(1, TILE[1] // y.shape[1])):
@@ -155,7 +143,7 @@ class MaxSimTiles(SoftmaxTiles):
             out[:, docs] = sums
         return out
 
-    def _add_gradients(
+    def add_gradients(
         self,
         i: slice,
         j: slice,
@@ -163,10 +151,10 @@ class MaxSimTiles(SoftmaxTiles):
         totals: tuple[Tensor | None, Tensor | None],
         overwrite: tuple[bool, bool],
     ) -> None:
-        """Add the gradients of the queries `i` and the documents `j` to `totals`.
-
-        ds: as of `gradient_block`. overwrite: the totals are uninitialised.
-        """
+        """ds: as of `gradient_block`."""
+        for total, new in zip(totals, overwrite, strict=True):
+            if new and total is not None:
+                total.zero_()
         dx, dy = totals
         x, y = (features.to(ds.dtype).flatten(0, 1) for features in (self.x[i], self.y[j]))
         n, length = ds.shape[1], self.y.shape[1]
@@ -174,20 +162,13 @@ class MaxSimTiles(SoftmaxTiles):
         rows_of_y = self._places + length * torch.arange(n, device=ds.device, dtype=torch.int32)
         if dx is not None:
             found = F.embedding_bag(rows_of_y, y, per_sample_weights=weights, mode="sum")
-            _add(dx.flatten(0, 1), found, overwrite[0])
+            dx.flatten(0, 1).add_(found)
         if dy is not None:
             keys, order = rows_of_y.flatten().sort()
             starts = torch.searchsorted(keys, torch.arange(len(y), device=ds.device))
             weights = weights.flatten()[order]
             found = F.embedding_bag(order // n, x, starts, per_sample_weights=weights, mode="sum")
-            _add(dy.flatten(0, 1), found, overwrite[1])
-
-    def _trimmed(self, j: slice) -> Tensor:
-        """The documents `j` without what is padding in all of them, where reading it is free."""
-        y, lengths = self.y[j], self.matrix.cols.lengths
-        if lengths is None or lengths.device.type != "cpu":
-            return y
-        return y[:, : max(1, int(lengths[j].amax()))]
+            dy.flatten(0, 1).add_(found)
 
     @staticmethod
     def _tokens(features: Tensor) -> Tensor:
@@ -199,14 +180,6 @@ class MaxSimTiles(SoftmaxTiles):
 def _aligned(index: int) -> int:
     """The next index at an address that divides by 16 bytes, as fast loads need."""
     return -(-index // 4) * 4
-
-
-def _add(total: Tensor, found: Tensor, overwrite: bool) -> None:
-    """Add to `total`; with `overwrite` it is uninitialised."""
-    if overwrite:
-        total.copy_(found)
-    else:
-        total.add_(found)
 
 
 def _merge_largest(largest: Tensor, places: Tensor | None, products: Tensor, start: int) -> None:

@@ -148,9 +148,10 @@ def split_logsumexp(
         ceiling: (m,) logits; pairs of different ids whose logit exceeds their row's ceiling are
             left out (margin-based false negatives). No gradient flows into it.
         guide: `(guide_x (m, d'), guide_y (n, d'))`, another model's features of any width; with
-            y=None one matrix serves both. The ceiling then applies to their products <guide_x_i,
-            guide_y_j>, without the scale, instead of the logits. Any floating-point dtype, but
-            float64 if and only if x is; autocast does not cast them. Products and sums are in
+            y=None one matrix serves both; not with late interaction. The ceiling then applies to
+            their products <guide_x_i, guide_y_j>, without the scale, instead of the logits. Any
+            floating-point dtype, but float64 if and only if x is; autocast does not cast them.
+            Products and sums are in
             float32; NaN exceeds no ceiling. No gradient flows into them.
         row_weight, col_lengths: as in `logsumexp`.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
@@ -217,6 +218,8 @@ def split_stacks(
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
     if guide is not None and ceiling is None:
         raise ValueError("ceiling: expected one for the guide's similarities, got None")
+    if guide is not None and x.dim() == 3:
+        raise ValueError(f"guide: expected None for x of shape (m, l, d), got one of {len(x)} rows")
     guides = (None, None) if guide is None else check_guide(guide, x, y)
     diagonal = DROPPED if y is None else PAIRED if paired else PLAIN
     # A ceiling or two vectors of ids make the matrix asymmetric: all tiles are computed.

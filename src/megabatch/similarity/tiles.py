@@ -104,13 +104,25 @@ class Tiles:
     ) -> None:
         """Add the gradients of one strip of rows `i`: dx holds that strip, dy all columns."""
         for j in self.col_blocks(i):
-            ds = self.gradient_block(i, j, rows, cols)
-            if ds is None:
-                continue
-            if dy is not None and not (self.symmetric and i == j):
-                add_product(dy[j], ds.T, self.x[i], overwrite[1])
-            if dx is not None:
-                add_product(dx, ds, self.y[j], overwrite[0] and j.start == 0)
+            ds, first = self.gradient_block(i, j, rows, cols), overwrite[0] and j.start == 0
+            if ds is not None:
+                totals = dx, None if dy is None else dy[j]
+                self.add_gradients(i, j, ds, totals, (first, overwrite[1]))
+
+    def add_gradients(
+        self,
+        i: slice,
+        j: slice,
+        ds: Tensor,
+        totals: tuple[Tensor | None, Tensor | None],
+        overwrite: tuple[bool, bool],
+    ) -> None:
+        """Add a block's ds y and dsᵀ x to `totals`, of the rows `i` and of the columns `j`."""
+        dx, dy = totals
+        if dy is not None and not (self.symmetric and i == j):
+            add_product(dy, ds.T, self.x[i], overwrite[1])
+        if dx is not None:
+            add_product(dx, ds, self.y[j], overwrite[0])
 
     def write_grad(
         self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
@@ -173,6 +185,11 @@ class StateTiles(Tiles):
         If symmetric, the columns' state is the rows' and `cols` is None. `overwrite`: the rows',
         the columns' state is uninitialised. With `to_results` they become `results`.
         """
+        for block in self.blocks_with_states(rows, cols, overwrite, to_results):
+            self.forward_block(*block)
+
+    def forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+        """Merge one block into parts of the states."""
         raise NotImplementedError
 
     def blocks_with_states(

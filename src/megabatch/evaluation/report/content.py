@@ -1,8 +1,8 @@
 """`report.json`: examples that an evaluation keeps for its report.
 
 A page can be made from it at any time, without the model or the data. Of each task it has `title`,
-`first` ("image" or "text"), `score` (the name of its scores), and `galleries`: in each direction
-queries drawn at random, with the answers that score highest.
+`first` ("image" or "text"), and `galleries`: in each direction queries drawn at random, with the
+answers that score highest.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from megabatch.evaluation.run_folder import write_atomically
 from megabatch.evaluation.table import WAYS
 from megabatch.evaluation.tasks import Matched
-from megabatch.evaluation.tokens import Tokens, scores
+from megabatch.evaluation.tokens import scores
 from megabatch.similarity.matrix import strips
 
 NAME = "report.json"
@@ -37,12 +37,7 @@ Entry: TypeAlias = Callable[[Matched, int], dict[str, Any]]
 def save(folder: Path, shown: Sequence[Matched]) -> None:
     """Write `report.json`, of these tasks, into an evaluation's folder."""
     tasks = [
-        {
-            "title": task.title,
-            "first": task.samples.first,
-            "score": "MaxSim score" if isinstance(task.features, Tokens) else "cosine",
-            "galleries": galleries(task),
-        }
+        {"title": task.title, "first": task.samples.first, "galleries": galleries(task)}
         for task in shown
     ]
     text = json.dumps({"tasks": tasks}, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

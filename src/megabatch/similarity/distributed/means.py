@@ -61,15 +61,9 @@ def global_mean(
 def largest_over_ranks(
     call: str, numbers: Sequence[int], device: torch.device, group: object
 ) -> tuple[int, ...]:
-    """The largest of each of up to 8 integers of all processes, which their hosts exchange.
+    """The largest of each of up to 8 integers of all processes of a group; call: for errors.
 
-    Args:
-        call: a name for errors. device: of the features, whose group this is. group: as in
-            `global_mean`.
-
-    Raises:
-        ValueError: the processes make different calls.
-        CommunicationError: another process is gone, or did not make its call in time.
+    Their hosts exchange them. device: of the features.
     """
     name = group_name(group)
     if not name:

@@ -22,11 +22,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
-from megabatch.similarity.eager import BUFFERS, buffer_views, logits
+from megabatch.similarity.eager import BUFFERS, buffer_views
 from megabatch.similarity.eager_maxsim import MaxSimTiles
 from megabatch.similarity.matrix import PAIRED, Matrix
+from megabatch.similarity.tiles import State
 from megabatch.similarity.triton.blocking import TILE, cdiv
-from megabatch.similarity.triton.blocks import aligned, block_diagonal, scale_rows
+from megabatch.similarity.triton.blocks import aligned, block_diagonal
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.scores import COLS, OWN, ROWS, merge_scores, score_gradients
 from megabatch.similarity.triton.softmax import BinaryStates, new_upstream
@@ -62,10 +63,6 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
             rows, cols = cols, rows // 2
         return max(rows, cols), min(rows, cols)
 
-    def _rows(self, i: slice) -> int:
-        """Rows of `_tokens_x` of the queries `i`."""
-        return (i.stop - i.start) * self._padded
-
     @classmethod
     def places_form(
         cls, x: Tensor, y: Tensor, queries: int, documents: int
@@ -74,17 +71,17 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
         return (documents, queries * piece_of(x.shape[1])[1]), kind
 
     def _sums(self, i: slice, j: slice, out: Tensor, places: Tensor | None = None) -> Tensor:
-        n, pieces, lengths = j.stop - j.start, self._padded // self._piece, self.matrix.cols.lengths
+        m, n, lengths = self._padded * len(out), j.stop - j.start, self.matrix.cols.lengths
+        pieces = self._padded // self._piece
         sums = out if pieces == 1 else out.new_empty(len(out) * pieces, n)
-        tiles, tokens = cdiv(self._rows(i), TILE), 64 if places is None else 128
-        length = self.y.shape[1]
+        tiles, tokens, length = cdiv(m, TILE), 64 if places is None else 128, self.y.shape[1]
         largest_products.launch(
             tiles * cdiv(n, DOCUMENTS),
             x=TensorDescriptor.from_tensor(self._tokens_x, [TILE, self._width]),
             y=TensorDescriptor.from_tensor(self._tokens_y, [tokens, self._width]),
             lengths=None if lengths is None else lengths[j],
             out=sums, stride=sums.stride(0), places=places,
-            row_start=i.start * self._padded, m=self._rows(i), tiles=tiles,
+            row_start=i.start * self._padded, m=m, tiles=tiles,
             col_start=j.start, n=n, length=length, PIECE=self._piece, COUNT=DOCUMENTS,
             TOKENS=tokens, WHOLE=lengths is None and length % tokens == 0,
             num_warps=4, num_stages=2,
@@ -95,32 +92,25 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
 
     # --- blocks of logits ---------------------------------------------------------------------
 
-    def forward(
-        self,
-        rows: Tensor,
-        cols: Tensor | None,
-        overwrite: tuple[bool, bool],
-        to_results: bool = False,
-    ) -> None:
-        for i, j, own, other in self.blocks_with_states(rows, cols, overwrite, to_results):
-            out, scratch = self._place(i, j)
-            scores = self._sums(i, j, out, self._saved_places.get((i.start, j.start)))
-            side, count = other or own, cdiv(i.stop - i.start, OWN.value)
-            if other is not None:
-                count += cdiv(j.stop - j.start, OWN.value)
-            merge_scores.launch(
-                count,
-                row_state=own.numbers, row_state_stride=own.stride,
-                row_is_first=own.is_first, row_is_last=own.is_last,
-                col_state=side.numbers, col_state_stride=side.stride,
-                col_is_first=side.is_first, col_is_last=side.is_last,
-                **self._scores(i, j, scores, scratch),
-            )  # fmt: skip
+    def forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+        out, _ = self._place(i, j)
+        scores = self._sums(i, j, out, self._saved_places.get((i.start, j.start)))
+        side, count = cols or rows, cdiv(i.stop - i.start, OWN.value)
+        if cols is not None:
+            count += cdiv(j.stop - j.start, OWN.value)
+        merge_scores.launch(
+            count,
+            row_state=rows.numbers, row_state_stride=rows.stride,
+            row_is_first=rows.is_first, row_is_last=rows.is_last,
+            col_state=side.numbers, col_state_stride=side.stride,
+            col_is_first=side.is_first, col_is_last=side.is_last,
+            **self._scores(i, j, scores),
+        )  # fmt: skip
 
     def gradient_block(
         self, i: slice, j: slice, rows: Tensor | None, cols: Tensor | None
     ) -> Tensor:
-        scores, scratch = self._place(i, j)
+        scores, _ = self._place(i, j)
         if not self._find_places(i, j):
             self._sums(i, j, scores, self._places)
         m, n = scores.shape
@@ -131,22 +121,17 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
             cdiv(m, ROWS.value) * cdiv(n, COLS.value), ds=ds, transposed=self._transposed,
             row_upstream=rows, row_stride=0 if rows is None else rows.stride(0),
             col_upstream=cols, col_stride=0 if cols is None else cols.stride(0),
-            **self._scores(i, j, scores, scratch),
+            **self._scores(i, j, scores),
         )  # fmt: skip
         return ds
 
-    def _scores(self, i: slice, j: slice, scores: Tensor, scratch: Tensor) -> dict[str, Any]:
-        """Arguments of both kernels; a guide's products overwrite `scratch`."""
-        block = self.matrix.view(i, j)
-        rows, cols = block.rows, block.cols
-        compared = None
-        if rows.guide is not None and cols.guide is not None:
-            compared = logits(rows.guide, cols.guide, out=scratch)
+    def _scores(self, i: slice, j: slice, scores: Tensor) -> dict[str, Any]:
+        """Arguments of both kernels."""
+        block, (m, n) = self.matrix.view(i, j), scores.shape
         return {
-            "scores": scores, "compared": compared, "weight": rows.weight,
-            "stride": scores.stride(0), "scale": self.scale, "row_ids": rows.ids,
-            "col_ids": cols.ids, "ceiling": rows.ceiling, "m": scores.shape[0],
-            "n": scores.shape[1], "diagonal_offset": block.col_start - block.row_start,
+            "scores": scores, "stride": n, "weight": block.rows.weight, "scale": self.scale,
+            "row_ids": block.rows.ids, "col_ids": block.cols.ids, "ceiling": block.rows.ceiling,
+            "m": m, "n": n, "diagonal_offset": block.col_start - block.row_start,
             "DIAGONAL": block_diagonal(block), "PAIRED": block.diagonal == PAIRED,
             "HAS_POSITIVES": block.has_positives,
         }  # fmt: skip
@@ -157,7 +142,7 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
 
     # --- gradients of tokens ------------------------------------------------------------------
 
-    def _add_gradients(
+    def add_gradients(
         self,
         i: slice,
         j: slice,
@@ -165,8 +150,7 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
         totals: tuple[Tensor | None, Tensor | None],
         overwrite: tuple[bool, bool],
     ) -> None:
-        (dx, dy), m, length = totals, self._rows(i), self.y.shape[1]
-        n = j.stop - j.start
+        (dx, dy), m, n, length = totals, self._padded * len(ds), len(ds.T), self.y.shape[1]
         common: dict[str, Any] = {
             "m": m, "length": length, "padded": self._padded, "d": self._tokens_x.shape[1],
             "WIDTH": self._width, "FULL": self._width == self._tokens_x.shape[1],
@@ -191,17 +175,6 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
                 out_d=dy.shape[2], col_is_first=int(overwrite[1]), order=order, starts=starts,
                 ds=self._transposed, stride=len(ds), groups=groups, **common, num_stages=3,
             )  # fmt: skip
-
-    def write_grad(
-        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
-    ) -> Tensor | None:
-        if out is not None and not out[rows].is_contiguous():  # its tokens are no matrix
-            return super().write_grad(total, side, rows, factor, scale_grad, out)
-        features = (self.x if side == "x" else self.y)[rows].flatten(0, 1) if scale_grad else None
-        out = None if out is None else out[rows].flatten(0, 1)
-        width = self.x.shape[2]
-        parts = scale_rows(total.flatten(0, 1), out, factor, width, features=features)
-        return None if parts is None else parts.sum()
 
 
 @functools.lru_cache(1024)  # a step needs the same few

@@ -26,7 +26,6 @@ class Scores(NamedTuple):
     """A block's scores inside a kernel, (m, n); the logits are these times weights and a scale."""
 
     numbers: Any
-    compared: Any  #: what ceilings bound, if not the logits: a guide's similarities, (m, n)
     row_weight: Any  #: (m,) or None
     col_weight: Any  #: likewise; rows and columns may be swapped
     row_stride: Any
@@ -46,16 +45,13 @@ def load_logits(
     if scores.col_weight is not None:
         s *= tl.load(scores.col_weight + j, mask=j < cols.size, other=0.0)[None, :]
     s *= tl.load(scale)
-    compared = s
-    if scores.compared is not None:
-        compared = tl.load(scores.compared + at, mask=inside, other=0.0)
-    negative, positive = masks(compared, rows, cols, i, j, diagonal_offset, DIAGONAL, PAIRED)
+    negative, positive = masks(s, rows, cols, i, j, diagonal_offset, DIAGONAL, PAIRED)
     return s, negative, positive
 
 
 @kernel
 def merge_scores(
-    scores, compared, weight, stride, scale, row_ids, col_ids, ceiling,
+    scores, weight, stride, scale, row_ids, col_ids, ceiling,
     row_state, row_state_stride, row_is_first, row_is_last,
     col_state, col_state_stride, col_is_first, col_is_last, m, n, diagonal_offset,
     DIAGONAL: tl.constexpr, PAIRED: tl.constexpr, HAS_POSITIVES: tl.constexpr,
@@ -67,13 +63,13 @@ def merge_scores(
     tiles = tl.cdiv(m, OWN)
     if t < tiles:
         _merge_side(
-            Scores(scores, compared, weight, None, stride, 1), scale, rows, cols, t,
+            Scores(scores, weight, None, stride, 1), scale, rows, cols, t,
             State(row_state, row_state_stride, row_is_first, row_is_last),
             diagonal_offset, DIAGONAL, PAIRED, HAS_POSITIVES,
         )  # fmt: skip
     else:
         _merge_side(
-            Scores(scores, compared, None, weight, 1, stride), scale, cols, rows, t - tiles,
+            Scores(scores, None, weight, 1, stride), scale, cols, rows, t - tiles,
             State(col_state, col_state_stride, col_is_first, col_is_last),
             -diagonal_offset, DIAGONAL, PAIRED, HAS_POSITIVES,
         )  # fmt: skip
@@ -106,7 +102,7 @@ def _merge_side(
 
 @kernel
 def score_gradients(
-    scores, compared, weight, stride, scale, row_ids, col_ids, ceiling,
+    scores, weight, stride, scale, row_ids, col_ids, ceiling,
     row_upstream, row_stride, col_upstream, col_stride, ds, transposed, m, n, diagonal_offset,
     DIAGONAL: tl.constexpr, PAIRED: tl.constexpr, HAS_POSITIVES: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +113,7 @@ def score_gradients(
     i = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
     j = tl.program_id(0) % tiles * COLS + tl.arange(0, COLS)
     s, negative, positive = load_logits(
-        Scores(scores, compared, weight, None, stride, 1), scale, rows, cols, i, j,
+        Scores(scores, weight, None, stride, 1), scale, rows, cols, i, j,
         diagonal_offset, DIAGONAL, PAIRED,
     )  # fmt: skip
     gradient = tl.zeros((ROWS, COLS), tl.float32)

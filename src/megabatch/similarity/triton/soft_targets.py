@@ -71,7 +71,7 @@ class SoftTargetKernelTiles(SoftmaxKernelTiles):
         super().__init__(matrix, scale)
         self.numbers, self.teacher_scale = states.TARGETS, teacher_scale
 
-    def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+    def forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
         config = launch_config("soft_targets", self.features)
         block = self._block(i, j, config.bk)
         block.set_states(rows, cols)

@@ -127,17 +127,7 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
 
     # --- forward ----------------------------------------------------------------------------
 
-    def forward(
-        self,
-        rows: Tensor,
-        cols: Tensor | None,
-        overwrite: tuple[bool, bool],
-        to_results: bool = False,
-    ) -> None:
-        for block in self.blocks_with_states(rows, cols, overwrite, to_results):
-            self._forward_block(*block)
-
-    def _forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
+    def forward_block(self, i: slice, j: slice, rows: State, cols: State | None) -> None:
         config = launch_config("forward", self.features)
         block = self._block(i, j, config.bk)
         block.set_states(rows, cols)
