@@ -232,8 +232,8 @@ class Reduction(Operator, Generic[Operands, Results]):
 
 
 def new_gradient(tensor: Tensor | None, need: bool, like: Tensor) -> Tensor:
-    """An uninitialised gradient; empty, on the device of `like`, if it is not needed."""
-    return torch.empty_like(tensor) if need and tensor is not None else like.new_empty(0)
+    """An uninitialised gradient, contiguous; empty, like `like`, if it is not needed."""
+    return tensor.new_empty(tensor.shape) if need and tensor is not None else like.new_empty(0)
 
 
 def _schema(kind: Any) -> str:

@@ -253,9 +253,6 @@ def scale_rows(
     """
     size, programs = len(total), cdiv(len(total), ROWS)
     parts = None if features is None else factor.new_empty(programs)
-    given = out
-    if out is not None and out.stride(1) != 1:  # as features that are stored by columns
-        out = out.new_empty(out.shape)
     if programs:
         scaled_rows.launch(
             programs, total=total, features=features, order=order, out=out, row_scale=row_scale,
@@ -265,8 +262,6 @@ def scale_rows(
             out_stride=0 if out is None else out.stride(0),
             ROWS=ROWS, COLS=COLS, CHOOSE=choose, GAIN=gain,
         )  # fmt: skip
-    if given is not None and out is not None and given is not out:
-        given.copy_(out)
     return parts
 
 

@@ -48,6 +48,7 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
 
     def __init__(self, matrix: Matrix, scale: Tensor, saved: Tensor) -> None:
         super().__init__(matrix, scale, saved)
+        self.x, self.y, self.width = self.x.contiguous(), self.y.contiguous(), self.x.shape[2]
         self.half_ds = self.x.dtype == torch.float16
         self._piece, self._padded = piece_of(self.x.shape[1])
         missing, x = self._padded - self.x.shape[1], self.x

@@ -77,7 +77,9 @@ SPREAD = tl.constexpr(80.0)
 
 
 class BinaryStates(StateTiles):
-    """Tiles whose states have logits in base 2."""
+    """Tiles of kernels, whose states have logits in base 2."""
+
+    width: int  #: of the features as given
 
     def merge(self, parts: Tensor) -> Tensor:
         return self._scaled(super().merge(self._scaled(parts, LN2)), LOG2E)
@@ -91,6 +93,15 @@ class BinaryStates(StateTiles):
         for places in (*self.numbers.references, *self.numbers.differences):
             states[..., places, :] *= factor.value
         return states
+
+    def write_grad(
+        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
+    ) -> Tensor | None:
+        out = None if out is None else out[rows].flatten(0, -2)
+        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
+        features = None if features is None else features.flatten(0, -2)
+        parts = scale_rows(total.flatten(0, -2), out, factor, self.width, features=features)
+        return None if parts is None else parts.sum()
 
 
 def new_upstream(results: Tensor, gradient: Tensor) -> Upstream:
@@ -193,14 +204,6 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
         return ds
-
-    def write_grad(
-        self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
-    ) -> Tensor | None:
-        out = None if out is None else out[rows]
-        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
-        parts = scale_rows(total, out, factor, self.width, features=features)
-        return None if parts is None else parts.sum()
 
 
 # --- kernels: forward -----------------------------------------------------------------------------
