@@ -98,8 +98,10 @@ def test_errors_by_token_are_those_of_float32_maxima(dtype: torch.dtype) -> None
 
     truth = gradients(torch.float64, ours=False)
     careful = [t.to(dtype) for t in gradients(torch.float32, ours=False)]
+    # Rounding to half precision is all of the error; float32's sums may be in another order.
+    factor = 2 if dtype == torch.float32 else 1.001
     for mine, theirs, exact in zip(gradients(dtype, ours=True), careful, truth, strict=True):
-        assert row_errors(mine, exact).max() <= 2 * row_errors(theirs, exact).max()
+        assert row_errors(mine, exact).max() <= factor * row_errors(theirs, exact).max()
 
 
 def test_refusals() -> None:

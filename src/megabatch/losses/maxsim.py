@@ -36,7 +36,7 @@ class MaxSimLoss(InfoNCELoss):
         score: "sum" over a query's tokens, or "mean": divided by their number.
         margin, margin_strategy, share_negatives, hardness_mode, hardness_strength: as for
             `InfoNCELoss`, of scores instead of similarities.
-        label_smoothing: as for `InfoNCELoss`. It takes twice the time.
+        label_smoothing: as for `InfoNCELoss`. It takes a second sweep over all pairs.
         normalize: scale each token's features to unit length first.
         group: see `ContrastiveLoss`.
 

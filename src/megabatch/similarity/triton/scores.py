@@ -1,7 +1,7 @@
 """Log-sum-exps and dS of a block of logits that is in memory, in one launch each.
 
-For late interaction, whose logits are sums over tokens (`maxsim`). The same in torch operations
-takes 60 and 30 launches, for which a small batch waits. Exponents are in base 2, as in `softmax`.
+They serve late interaction, whose logits are sums over tokens (`maxsim`). Torch operations would
+take dozens of launches, for which a small batch waits. Exponents are in base 2, as in `softmax`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megabatch.similarity.triton.softmax import begin_state, end_state, running_
 from megabatch.similarity.triton.tiles import LOG2E, BlockSide, masks
 
 #: Numbers of a side that a program of `merge_scores` takes, and of the other side at once; rows and
-#: columns of a program of `score_gradients`. (128 x 128 take 150 us, for want of registers.)
+#: columns of a program of `score_gradients`. Tiles of 128 x 128 do not fit into the registers.
 OWN, OTHERS = tl.constexpr(16), tl.constexpr(128)
 ROWS, COLS = tl.constexpr(32), tl.constexpr(64)
 
