@@ -1,32 +1,41 @@
-"""Does the batch matter? Small towers at batch sizes from 1,024 to a tenth of the data, five seeds.
+"""Do large batches help? Two data sets at 1,024 to 131,072 pairs a step, by samples and by time.
 
     python benchmarks/draw_icons.py iconify-json-2.2.535.tgz --output icons --size 32 --workers 16
+    python benchmarks/batch_study.py --pack icons icons.npz
     python benchmarks/batch_study.py --list
-    python benchmarks/batch_study.py --icons icons --gpus 2 --budget-seconds 540
+    python benchmarks/batch_study.py --time 3
+    python benchmarks/batch_study.py --gpus 4 --budget-seconds 540
 
-The arms (machinery/study.py): the same batch with negatives in groups of each size, in a short run
-of large batches and in a longer one of smaller batches; batches of each size with equal samples;
-and with equal steps. Images with captions (icons, glyph-small's towers) and texts with texts
-(WordNet's words and glosses, of Debian's wordnet-base); CLIP's loss at all sizes, SigLIP's and
-DCL's at three. Learning rates are chosen on a validation split by the rule in machinery/study.py,
-warm-up is a tenth of each run. All else is equal: a seed gives the initial weights and one sequence
-of samples, which the batch size cuts into steps.
+machinery/study.py has the training loop and the losses, machinery/study_data.py the data and the
+towers; benchmarks/draw_texts.py writes texts.npz. The runs:
+
+- each size of `SIZES` with CLIP's loss and the same samples, three seeds; and for as long as 65,536
+  pairs a step take for them, by the step times that `--time` measured before;
+- groups: only so many pairs of a large batch meet in the loss, all else equal;
+- the other losses of `OTHERS`.
+
+Learning rate and warm-up by a rule: runs of a quarter of the samples, but of at least 512 steps or
+all, with a seed of their own, a warm-up of 10% and the rates of `RATES`; the best has the highest
+recall@10 (the mean of both directions) on the validation pairs at the end. While it is the lowest
+or the highest one, half or twice of it is tried too. Then warm-ups of 3% and 30% are tried at that
+rate. Some losses take what another one has at the same batch (`TUNED_AS`). A run that diverged
+counts as the worst.
 
 The output is written after each run and read at the beginning: the same command continues a study,
-with the most informative runs first. No run begins that would end after the budget if it took as
-long as the longest so far. Each GPU of --gpus does one run at a time; without a GPU one does on the
-CPU. With --runs-per-device more do side by side, each in a longer time: with small batches a GPU
-waits for the host most of the time. page.py has tables of the output, and plots.py draws it.
+the most informative runs first. No run begins that would end after the budget by the time of those
+before. Each GPU does one run at a time; without a GPU one does on the CPU. page.py has tables of
+the output, and plots.py draws it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     Executor,
@@ -35,132 +44,240 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     wait,
 )
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from machinery import study_data
-from machinery.study import (
-    TUNING_SEED,
-    Record,
-    Run,
-    Series,
-    chance,
-    middle,
-    pending,
-    run_of,
-    train_and_evaluate,
-)
+from machinery.study import Record, Run, run_of, step_time, train_and_evaluate
 from megabatch import files
 from megabatch.benchmarking.records import command_line, environment
 
+SAMPLES = 512 * 65_536
 SIZES = {
-    "icons": (1024, 2048, 4096, 8192, 16384, 32768),
-    "wordnet": (1024, 2048, 4096, 8192, 16384),
+    "icons": (1024, 4096, 16_384, 65_536, 131_072),
+    "texts": (1024, 4096, 16_384, 65_536),
 }
-SAMPLES = {"icons": 128 * 32768, "wordnet": 64 * 16384}
-LOSSES = ("clip", "siglip", "dcl")
+#: The size whose time for `SAMPLES` all sizes get in the runs of equal time.
+CLOCK = 65_536
+#: Data, loss, batch and group of the further runs.
+OTHERS = (
+    *(("icons", "clip", CLOCK, group) for group in (1024, 8192)),
+    *(("texts", "clip", CLOCK, group) for group in (1024, 8192)),
+    *(("icons", "siglip", size, size) for size in (1024, CLOCK)),
+    *(("icons", f"fixed-{scale}", size, size) for size in (1024, CLOCK) for scale in (20, 50)),
+    *(("icons", f"sogclr-{rate}", size, size) for size in (1024, 4096) for rate in (0.3, 0.9)),
+    *(("texts", loss, size, size) for size in (1024, 8192, CLOCK) for loss in ("query", "hard-16")),
+    ("icons", "clip", 2**20, 2**20),
+)  # fmt: skip
+#: Losses that take the learning rate and warm-up of another one at the same batch.
+TUNED_AS = {"fixed": "clip", "sogclr": "clip", "hard": "query"}
+#: Of a run that chooses them.
+LEAST_STEPS = 512
+RATES, WARMUPS = (5e-4, 1e-3, 2e-3), (0.1, 0.03, 0.3)
+LOWEST_RATE, HIGHEST_RATE = 5e-4 / 2**4, 5e-4 * 2**6
+#: Seed of the runs that choose learning rates; the study's own seeds are 0, 1, ...
+TUNING_SEED = 100
+
+Found = Mapping[Run, Record]
+
+
+class Point(NamedTuple):
+    """What is compared: a data set, a loss, the pairs of a step and those that meet."""
+
+    data: str
+    loss: str
+    batch: int
+    group: int
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
-    plan = make_plan(options)
-    content: dict[str, Any] = {"series": [], "tests": {}, "records": []}
+    if options.pack:
+        return study_data.pack(*options.pack)
+    content: dict[str, Any] = {"study": "batch size", "tests": {}, "times": [], "records": []}
     if options.output.exists():
         content = json.loads(options.output.read_text())
+    content |= {"command": command_line(options.output), **environment()}
+    if options.time:
+        content["times"] = measured_times(options)
+        return write(options, content)
     found = {run_of(record): record for record in content["records"]}
     if options.list:
-        for run in pending(plan, options.seeds, found):
+        for run in pending(options, found, content["times"]):
             print(line(run))
-        print(f"{len(found)} runs done; further ones follow when learning rates are known")
-        return
-    mine = [json.loads(json.dumps(asdict(one))) for one in plan]
-    content |= {
-        "command": command_line(options.output),
-        **environment(),
-        "series": [one for one in content["series"] if one not in mine] + mine,
-    }
-    for run, record in work(options, plan, found):
+        return print(f"{len(found)} runs done; further ones follow when learning rates are known")
+    for run, record in work(options, found, content["times"]):
         content["tests"] |= record.pop("about")
         content["records"].append(record)
-        files.write_text(options.output, json.dumps(content, indent=1) + "\n")
+        write(options, content)
         print(f"{record['seconds']:6.1f} s  {line(run)}: {shown(record)}", flush=True)
-    left = len(pending(plan, options.seeds, found))
+    left = len(pending(options, found, content["times"]))
     print(f"{len(found)} runs done, {left} can begin", flush=True)
 
 
-def make_plan(options: argparse.Namespace) -> list[Series]:
-    """The series, the most informative first: the first loss on each data set, then the others."""
-    plan = []
-    for loss in options.losses:
-        for data in options.data:
-            sizes = tuple(options.sizes or SIZES[data])
-            if loss != options.losses[0]:
-                sizes = tuple(sorted({sizes[0], middle(sizes), sizes[-1]}))
-            plan.append(Series(data, loss, sizes, options.samples or SAMPLES[data]))
-    return plan
+# --- which runs, and in which order ---------------------------------------------------------------
+
+
+def points(options: argparse.Namespace) -> list[Point]:
+    """The points, the most informative first."""
+    sizes = [Point(data, "clip", b, b) for data in options.data for b in SIZES[data]]
+    others = [Point(*one) for one in OTHERS if one[0] in options.data]
+    return sizes if options.sizes_only else sizes + others
+
+
+def tuned(point: Point, samples: int, found: Found) -> tuple[float, float, list[Run]]:
+    """The learning rate and warm-up of a point, and the runs that are needed to know them."""
+    kind = point.loss.partition("-")[0]
+    own = point._replace(loss=TUNED_AS.get(kind, point.loss), group=point.batch)
+    whole = max(1, samples // own.batch)
+    steps = min(whole, max(whole // 4, LEAST_STEPS))
+
+    def trials(rates: Sequence[float], warmups: Sequence[float]) -> list[Run]:
+        pairs = itertools.product(rates, warmups)
+        return [Run(*own, steps, rate, warmup, TUNING_SEED) for rate, warmup in pairs]
+
+    rates = list(RATES)
+    while True:
+        first = trials(rates, WARMUPS[:1])
+        if missing := [run for run in first if run not in found]:
+            return math.nan, math.nan, missing
+        best = rates.index(max(first, key=lambda run: _score(found[run])).lr)
+        if best == 0 and rates[0] > LOWEST_RATE:
+            rates.insert(0, rates[0] / 2)
+        elif best == len(rates) - 1 and rates[-1] < HIGHEST_RATE:
+            rates.append(rates[-1] * 2)
+        else:
+            break
+    second = trials(rates[best : best + 1], WARMUPS)
+    if missing := [run for run in second if run not in found]:
+        return math.nan, math.nan, missing
+    chosen = max(second, key=lambda run: _score(found[run]))
+    return chosen.lr, chosen.warmup, []
+
+
+def pending(options: argparse.Namespace, found: Found, times: list[Record]) -> list[Run]:
+    """The runs that can begin, most informative first; others follow when rates are known."""
+    every: list[Run] = []
+    for samples in (samples_of_all, samples_by_time):
+        for point in points(options):
+            lr, warmup, missing = tuned(point, options.samples, found)
+            every += missing
+            count = samples(point, options.samples, times)
+            steps = range(options.seeds if count and not missing else 0)
+            every += [Run(*point, count // point.batch, lr, warmup, seed) for seed in steps]
+    return [run for run in dict.fromkeys(every) if run not in found]
+
+
+def samples_of_all(point: Point, samples: int, times: list[Record]) -> int:
+    """The samples of a run of equal samples."""
+    return samples
+
+
+def samples_by_time(point: Point, samples: int, times: list[Record]) -> int:
+    """Those that fit into the time that `samples` take in batches of `CLOCK`; 0 for no run."""
+    ms = {Point(*(t[name] for name in Point._fields)): t["ms"] for t in times}
+    clock = Point(point.data, "clip", CLOCK, CLOCK)
+    whole = point.group == point.batch and point.batch != CLOCK
+    if not (whole and point.loss.startswith(("clip", "sogclr")) and {point, clock} <= ms.keys()):
+        return 0
+    return int(samples / CLOCK * ms[clock] / ms[point]) * point.batch
+
+
+def _score(record: Record) -> float:
+    """The score by which the best learning rate is chosen; -1 for a run that stopped early."""
+    last = record["curve"][-1] if record["curve"] else {}
+    return float(last["validation"]["recall@10"]) if "validation" in last else -1.0
+
+
+# --- doing them -----------------------------------------------------------------------------------
 
 
 def work(
-    options: argparse.Namespace, plan: list[Series], found: dict[Run, Record]
+    options: argparse.Namespace, found: dict[Run, Record], times: list[Record]
 ) -> Iterator[tuple[Run, Record]]:
     """Do runs until all are done or time is over; adds each to `found` and yields it."""
     devices = [f"cuda:{i}" for i in range(options.gpus)] or ["cpu"]
-    devices *= options.runs_per_device
     running: dict[Future[Record], Run] = {}
-    began, longest = time.perf_counter(), 0.0
+    ends = time.perf_counter() + options.budget_seconds
     with executor(devices, {name: getattr(options, name) for name in options.data}) as pool:
         while True:
-            late = time.perf_counter() - began + longest >= options.budget_seconds
-            for run in [] if late else pending(plan, options.seeds, found):
-                if len(running) < len(devices) and run not in running.values():
-                    running[pool.submit(do, run, options.precision)] = run
+            for run in pending(options, found, times):
+                fits = time.perf_counter() + expected_seconds(run, found) < ends
+                if fits and len(running) < len(devices) and run not in running.values():
+                    running[pool.submit(do, run)] = run
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 run, record = running.pop(future), future.result()
-                longest = max(longest, record["seconds"])
                 found[run] = record
                 yield run, record
+
+
+def expected_seconds(run: Run, found: Found) -> float:
+    """The seconds of a run, by those of the same batch, or else of the longest so far."""
+    same = [
+        record["seconds"] / done.steps * run.steps
+        for done, record in found.items()
+        if (done.data, done.batch) == (run.data, run.batch)
+    ]
+    return max(same or [record["seconds"] for record in found.values()], default=0.0)
 
 
 #: Set by `prepare` in the process or thread that does runs.
 _data: dict[str, study_data.StudyData] = {}
 
 
-def executor(devices: list[str], folders: dict[str, Path]) -> Executor:
+def executor(devices: list[str], data: dict[str, Path]) -> Executor:
     """One that does a run at a time for each name of a device: in a thread, or in processes."""
     spawn = multiprocessing.get_context("spawn")
     queue = spawn.SimpleQueue()
     for device in devices:
         queue.put(device)
     if len(devices) == 1:
-        return ThreadPoolExecutor(1, initializer=prepare, initargs=(queue, folders))
-    return ProcessPoolExecutor(len(devices), spawn, initializer=prepare, initargs=(queue, folders))
+        return ThreadPoolExecutor(1, initializer=prepare, initargs=(queue, data))
+    return ProcessPoolExecutor(len(devices), spawn, initializer=prepare, initargs=(queue, data))
 
 
-def prepare(devices: Any, folders: dict[str, Path]) -> None:
+def prepare(devices: Any, data: dict[str, Path]) -> None:
     """Take a device and load the data sets."""
     device = torch.device(devices.get())
+    torch._dynamo.config.recompile_limit = 64  # one for each shape of a batch
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _data.update({name: study_data.load(name, folder, device) for name, folder in folders.items()})
+    _data.update({name: study_data.load(name, file, device) for name, file in data.items()})
 
 
-def do(run: Run, precision: str) -> Record:
+def do(run: Run) -> Record:
     """A run's record, with facts about the data set that are the same for all of its runs."""
     data = _data[run.data]
-    record = train_and_evaluate(run, data, precision)
+    record = train_and_evaluate(run, data)
     about = {
         "train_pairs": len(data.train.ids),
-        **{name: {"pairs": len(t.ids), "texts": len(t.ids.unique()), "chance": chance(t)}
+        **{name: {"pairs": len(t.ids), "documents": len(t.ids.unique())}
            for name, t in data.tests.items()},
     }  # fmt: skip
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return {**record, "date": date, "about": {run.data: about}}
+
+
+def measured_times(options: argparse.Namespace) -> list[Record]:
+    """The time of a step of each point, one after the other on an idle GPU."""
+    devices: Any = iter(["cuda:0"])
+    devices.get = devices.__next__
+    prepare(devices, {name: getattr(options, name) for name in options.data})
+    times = []
+    for point in points(options):
+        run = Run(*point, options.samples // point.batch, RATES[0], WARMUPS[0], 0)
+        times.append(step_time(run, _data[point.data], options.time))
+        print(times[-1], flush=True)
+    return times
+
+
+def write(options: argparse.Namespace, content: dict[str, Any]) -> None:
+    files.write_text(options.output, json.dumps(content, indent=1) + "\n")
 
 
 def line(run: Run) -> str:
@@ -168,46 +285,37 @@ def line(run: Run) -> str:
     kind = "tuning" if run.seed == TUNING_SEED else f"seed {run.seed}"
     groups = "" if run.group == run.batch else f" in groups of {run.group:,}"
     size = f"{run.steps:,} steps of {run.batch:,}{groups}"
-    return f"{run.data} {run.loss}, {size}, rate {run.lr:g}, {kind}"
+    return f"{run.data} {run.loss}, {size}, rate {run.lr:g}, warm-up {run.warmup:.0%}, {kind}"
 
 
 def shown(record: Record) -> str:
     """A record in one line."""
-    if "tests" not in record:
+    if record["status"] != "ok":
         return str(record["status"])
-    recalls = [f"{name} {test['recall@10']:.2%}" for name, test in record["tests"].items()]
-    return f"loss {record['losses'][-1]:.3f}, recall@10 {', '.join(recalls)}"
+    last = record["curve"][-1]
+    recalls = [f"{name} {last[name]['recall@10']:.2%}" for name in ("in_domain", "unseen", "seen")]
+    return f"loss {last['training_loss']:.3f}, recall@10 {', '.join(recalls)}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--icons", type=Path, default=Path("icons"),
-                        help="folder of grey icons of 32 pixels")  # fmt: skip
-    parser.add_argument("--wordnet", type=Path, default=Path("/usr/share/wordnet"),
-                        help="folder of WordNet's data files")  # fmt: skip
+    parser.add_argument("--icons", type=Path, default=Path("icons.npz"))
+    parser.add_argument("--texts", type=Path, default=Path("texts.npz"))
+    parser.add_argument("--pack", type=Path, nargs=2, metavar=("FOLDER", "FILE"),
+                        help="write drawn icons into a file, and nothing else")  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/batch-study.json"))
     parser.add_argument("--data", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES),
-                        help="the first one at all sizes")  # fmt: skip
-    parser.add_argument("--sizes", type=int, nargs="+",
-                        help="ascending divisors of the last; default: of the data")  # fmt: skip
-    parser.add_argument("--samples", type=int, help="of a run; default: those of the data set")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--sizes-only", action="store_true", help="without OTHERS")
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="of a run")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--time", type=float, default=0.0, metavar="SECONDS",
+                        help="measure each point's step for so long, and nothing else")  # fmt: skip
     parser.add_argument("--gpus", type=int, default=int(torch.cuda.is_available()))
-    parser.add_argument("--runs-per-device", type=int, default=1, help="runs side by side")
     parser.add_argument("--budget-seconds", type=float, default=math.inf)
     parser.add_argument("--list", action="store_true", help="print the runs that can begin")
-    options = parser.parse_args(arguments)
-    for one in make_plan(options):
-        if one.samples % one.sizes[-1] or any(one.sizes[-1] % size for size in one.sizes):
-            parser.error(
-                f"--sizes, --samples: expected divisors of the last size and a multiple of it, "
-                f"got {one.sizes} and {one.samples}"
-            )
-    return options
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

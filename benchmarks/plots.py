@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -193,78 +192,57 @@ def short(b: int) -> str:
 
 # --- studies --------------------------------------------------------------------------------------
 
-ARM_TITLES = {
-    "negatives": "negatives alone: same batches, same steps",
-    "long": "negatives alone: batches of 4,096, more steps",
-    "samples": "batch at equal samples, rate tuned",
-    "steps": "batch at equal steps, rate tuned",
-}
-TESTS = {"in_domain": "in-domain test", "unseen": "unseen family"}
-#: Loss -> colour, marker.
-LOSSES = {"clip": ("#d62728", "o"), "siglip": ("#1f77b4", "s"), "dcl": ("#2ca02c", "^")}
-
 
 def batch_study(content: dict[str, Any]) -> dict[str, plt.Figure]:
-    """A figure for each data set: recall@10 by size, a row for each test and a column for each arm.
+    """A figure for each data set: recall@10 by samples and by time, and what was memorised.
 
-    Points are means over seeds, bars the standard deviation, dots the runs, the dotted line chance.
+    Lines are means over seeds, bands their range. A step's time is that of an idle GPU.
     """
-    from machinery.study import ARMS, Series  # with the trainer, which takes seconds to import
+    from machinery.study import TUNING_SEED  # with the losses, which take seconds to import
 
-    series = [
-        Series(o["data"], o["loss"], tuple(o["sizes"]), o["samples"]) for o in content["series"]
-    ]
+    ms = {(t["data"], t["loss"], t["batch"], t["group"]): t["ms"] for t in content["times"]}
+    runs: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)
+    for record in content["records"]:
+        plain = record["loss"] == "clip" and record["group"] == record["batch"]
+        if plain and record["seed"] < TUNING_SEED and record["status"] == "ok":
+            runs[record["data"], record["batch"], record["steps"]].append(record)
     figures = {}
-    for data in dict.fromkeys(one.data for one in series):
-        own = [one for one in series if one.data == data]
-        arms = [arm for arm in ARMS if any(len(one.points(arm)) > 1 for one in own)]
-        size = 4 + 3.6 * len(arms), 8
-        made, panels = plt.subplots(
-            *(len(TESTS), len(arms)), figsize=size, sharex="col", sharey="row", layout="constrained"
-        )
-        for row, test in zip(panels, TESTS, strict=True):
-            for axes, arm in zip(row, arms, strict=True):
-                for one in own:
-                    _recalls(axes, one, arm, test, content["records"])
-                _by_size(axes, sorted({size for one in own for size, *_ in one.points(arm)}))
-                chance = content["tests"][data][test]["chance"]["recall@10"]
-                axes.axhline(chance, color="0.4", linestyle=":", label="chance")
-            row[0].set_ylabel(f"{TESTS[test]}, recall@10")
-            row[0].set_ylim(0, None)  # after all panels of the row: they share it
-        for axes, arm in zip(panels[0], arms, strict=True):
-            axes.set_title(ARM_TITLES[arm])
-        for axes in panels[-1]:
-            axes.set_xlabel("pairs that meet in the loss")
-        panels[0][0].legend(fontsize=9)
+    for data in dict.fromkeys(data for data, *_ in runs):
+        size = {"figsize": (15, 5), "layout": "constrained"}
+        made, (by_samples, by_time, memorised) = plt.subplots(1, 3, **size)
+        sizes = sorted({batch for of, batch, _ in runs if of == data})
+        samples = {b: max(b * n for of, c, n in runs if (of, c) == (data, b)) for b in sizes}
+        for (of, batch, steps), seeds in sorted(runs.items()):
+            if of != data:
+                continue
+            colour = plt.get_cmap("viridis")(sizes.index(batch) / max(1, len(sizes) - 1))
+            style = {"color": colour, "label": f"{batch:,} pairs"}
+            done = np.array([point["step"] for point in seeds[0]["curve"]])
+            recall, seen = (
+                np.array([[point[name]["recall@10"] for point in run["curve"]] for run in seeds])
+                for name in ("in_domain", "seen")
+            )
+            if abs(batch * steps - min(samples.values())) < max(sizes):
+                _band(by_samples, done * batch / 1e6, recall, style)
+                _band(memorised, done * batch / 1e6, seen - recall, style)
+            if (data, "clip", batch, batch) in ms:
+                _band(by_time, done * ms[data, "clip", batch, batch] / 6e4, recall, style)
+        for axes, label in ((by_samples, "millions of samples"), (by_time, "minutes on one GPU"),
+                            (memorised, "millions of samples")):  # fmt: skip
+            axes.set_xlabel(label)
+            axes.yaxis.set_major_formatter(PercentFormatter(1))
+            axes.grid(alpha=0.3)
+        by_samples.set_ylabel("recall@10 on held-out pairs")
+        memorised.set_ylabel("lead of training pairs")
+        by_samples.legend(fontsize=9)
         figures[data] = made
     return figures
 
 
-def _recalls(axes: Axes, one: Any, arm: str, test: str, records: list[dict[str, Any]]) -> None:
-    """A series's recalls by size, without runs that tune (their seed is 100) or diverged."""
-    colour, marker = LOSSES[one.loss]
-    by_size: dict[int, list[float]] = {}
-    for size, *shape in one.points(arm):
-        wanted = [one.data, one.loss, *shape]
-        for record in records:
-            mine = [record[name] for name in ("data", "loss", "batch", "group", "steps")]
-            if mine == wanted and record["seed"] < 100 and "tests" in record:
-                by_size.setdefault(size, []).append(record["tests"][test]["recall@10"])
-    if by_size:
-        means = [statistics.fmean(values) for values in by_size.values()]
-        bars = [statistics.stdev(values) if values[1:] else 0.0 for values in by_size.values()]
-        style: dict[str, Any] = {"color": colour, "marker": marker, "label": one.loss}
-        axes.errorbar([*by_size], means, yerr=bars, capsize=3, **style)
-        for size, values in by_size.items():
-            axes.plot([size] * len(values), values, ".", color=colour, markersize=3)
-
-
-def _by_size(axes: Axes, sizes: list[int]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], fontsize=8)
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(PercentFormatter(1))
-    axes.grid(alpha=0.3)
+def _band(axes: Axes, x: np.ndarray, runs: np.ndarray, style: dict[str, Any]) -> None:
+    """The mean of runs (runs, points), and their range."""
+    axes.plot(x, runs.mean(0), linewidth=1.6, **style)
+    axes.fill_between(x, runs.min(0), runs.max(0), color=style["color"], alpha=0.25)
 
 
 def same_accuracy(content: dict[str, Any]) -> dict[str, plt.Figure]:
@@ -319,7 +297,7 @@ def main() -> None:
     folder: Path = options.output or options.records.parent
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, plt.Figure] = {}
-    studies = {"series": batch_study, "comparison": same_accuracy}
+    studies = {"study": batch_study, "comparison": same_accuracy}
     study = next((draw for field, draw in studies.items() if field in content), None)
     if study is not None:
         figures = {f"-{name}": made for name, made in study(content).items()}

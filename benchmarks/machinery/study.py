@@ -1,54 +1,47 @@
-"""The runs of batch_study.py: which there are, in which order, and what each of them does.
+"""One training run of batch_study.py, and the time that a step of it takes.
 
-The arms of a series share runs. Let B be the largest batch, M the middle one, S the samples of a
-run and N = S / B:
+The loop is as bare as can be, so that a small batch is at its best too: the data are in the GPU's
+memory, and a step (rows, augmentation, towers, loss, backward pass, AdamW) is one CUDA graph, so
+the host costs nothing at any size. Batches above `LARGEST_GRAPH` go through `GradientCache`.
 
-- `negatives`: batches of B, N steps, the rate of (B, N); the loss sees groups of each size.
-- `long`: batches of M, S / M steps, the rate of (M, S / M); groups of M and of three smaller sizes.
-- `samples`: batches of each size b, S / b steps, so that all runs see the same samples.
-- `steps`: batches of each size b, N steps.
+Losses, by name:
 
-Each (b, steps) of the last two arms has a learning rate of its own. The rule: full runs with a seed
-of their own, at `FIRST_RATES`; the best one has the highest recall@10 (the mean of both directions)
-on the validation pairs. If the best rate is the lowest or the highest one, half or twice of it is
-tried too, until it is neither, or a bound is reached. A run that diverged counts as the worst.
+- `clip`, `siglip`: `ClipLoss` and `SigLipLoss` with what they learn: scale, and bias.
+- `fixed-S`: `ClipLoss` with the scale S, which is not learnt.
+- `sogclr-G`: a global loss estimated from small batches: each sample keeps a moving average of its
+  normalisers, with the rate G (Yuan et al. 2022, arXiv 2202.12387; FastCLIP, 2407.01445).
+- `hard-K`: the last three quarters of the run with one more negative for each query, drawn at
+  random from its K best-ranked wrong documents after the first quarter (`similarity.topk`):
+  InfoNCE in the direction of queries, which is CLIP's first half.
+- `query`: that InfoNCE without mined negatives.
 """
 
 from __future__ import annotations
 
-import itertools
-import statistics
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from machinery.study_data import MODELS, Pairs, StudyData
-from megabatch.config.objective import Objective, create_objective
-from megabatch.config.settings import TrainConfig
-from megabatch.data import Batch
+from machinery.study_data import TOWERS, WIDTH, Pairs, StudyData
+from megabatch import ClipLoss, GradientCache, InfoNCELoss, SigLipLoss
 from megabatch.data.order import Order, Part
 from megabatch.evaluation.retrieval import retrieval_metrics
-from megabatch.training.checkpoint import TrainingStopped
-from megabatch.training.setup import build_towers
-from megabatch.training.trainer import Trainer
+from megabatch.similarity import topk
 
-ARMS = ("negatives", "long", "samples", "steps")
-#: Groups of a batch in the arm `long`.
-LONG_PARTS = (32, 8, 2, 1)
-#: Learning rates differ by factors of two.
-FIRST_RATES = (1e-3, 2e-3, 4e-3)
-LOWEST_RATE, HIGHEST_RATE = 1e-3 / 2**5, 1e-3 * 2**6
-#: Seed of the runs that choose learning rates; the study's own seeds are 0, 1, ...
-TUNING_SEED = 100
-#: Rows that go through the towers at a time. It changes memory only, no gradient.
-MICRO_BATCH = 8192
-#: Losses of a run's record: the training loss in as many equal parts of the run.
-CURVE = 32
+#: Pairs of a step in one CUDA graph; and of a micro-batch above that.
+LARGEST_GRAPH, MICRO_BATCH = 65_536, 32_768
+#: Points of a run at which it is evaluated, as fractions of its steps.
+POINTS = (1 / 64, 1 / 32, *(i / 16 for i in range(1, 17)))
+EAGER_STEPS = 3  # before the graph is recorded, as PyTorch asks
+WEIGHT_DECAY, BETAS, CLIP_NORM = 0.1, (0.9, 0.98), 1.0
 KS = (1, 10)
+#: Pairs of the loss that is comparable between batch sizes, and rows that are encoded at a time.
+LOSS_PAIRS, ENCODED = 4096, 4096
 
 Record = dict[str, Any]
 
@@ -57,10 +50,13 @@ Record = dict[str, Any]
 class Run:
     """The settings of a training run.
 
-    data: a key of `MODELS`.
-    loss: of the trainer.
+    data: "icons" or "texts".
+    loss: see above.
     batch: pairs of a step.
     group: pairs of a step that meet in the loss; `batch` for the usual loss.
+    steps: of the run, of which the fraction `warmup` is a linear warm-up; then the rate falls to
+        zero by a cosine.
+    lr: the largest learning rate.
     """
 
     data: str
@@ -69,89 +65,8 @@ class Run:
     group: int
     steps: int
     lr: float
+    warmup: float
     seed: int
-
-
-Found = Mapping[Run, Record]
-
-
-# --- which runs, and in which order ---------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Series:
-    """The runs of one loss on one data set.
-
-    sizes: batch sizes, ascending, each a divisor of the last.
-    samples: of a run, a multiple of the largest size.
-    """
-
-    data: str
-    loss: str
-    sizes: tuple[int, ...]
-    samples: int
-
-    def points(self, arm: str) -> list[tuple[int, int, int, int]]:
-        """The points of an arm: its size, then batch, group and steps."""
-        largest = self.sizes[-1]
-        fewest = self.samples // largest
-        if arm == "negatives":
-            return [(size, largest, size, fewest) for size in self.sizes]
-        if arm == "long":
-            m = middle(self.sizes)
-            groups = [m // part for part in LONG_PARTS if m // part > 1]
-            return [(group, m, group, self.samples // m) for group in groups]
-        if arm == "samples":
-            return [(size, size, size, self.samples // size) for size in self.sizes]
-        return [(size, size, size, fewest) for size in self.sizes]
-
-    def shapes(self) -> list[tuple[int, int, int]]:
-        """Batch, group and steps of all points, the largest size first, each once."""
-        every = [point[1:] for arm in ARMS for point in reversed(self.points(arm))]
-        return list(dict.fromkeys(every))
-
-    def rate(self, batch: int, steps: int, found: Found) -> tuple[float | None, list[Run]]:
-        """The learning rate of (batch, steps) if it is known, and the runs that it waits for."""
-        rates = list(FIRST_RATES)
-        while True:
-            trials = [self._run(batch, batch, steps, rate, TUNING_SEED) for rate in rates]
-            if missing := [trial for trial in trials if trial not in found]:
-                return None, missing
-            scores = [_score(found[trial]) for trial in trials]
-            best = scores.index(max(scores))
-            if best == 0 and rates[0] > LOWEST_RATE:
-                rates.insert(0, rates[0] / 2)
-            elif best == len(rates) - 1 and rates[-1] < HIGHEST_RATE:
-                rates.append(rates[-1] * 2)
-            else:
-                return rates[best], []
-
-    def runs(self, seeds: int, found: Found) -> Iterator[Run]:
-        """The runs that can begin or are done: first those that tune, then seed after seed."""
-        for batch, group, steps in self.shapes():
-            if batch == group:
-                yield from self.rate(batch, steps, found)[1]
-        for seed, (batch, group, steps) in itertools.product(range(seeds), self.shapes()):
-            rate, _ = self.rate(batch, steps, found)
-            if rate is not None:
-                yield self._run(batch, group, steps, rate, seed)
-
-    def _run(self, batch: int, group: int, steps: int, lr: float, seed: int) -> Run:
-        return Run(self.data, self.loss, batch, group, steps, lr, seed)
-
-
-def middle(sizes: Sequence[int]) -> int:
-    """The middle one of ascending sizes."""
-    return sizes[(len(sizes) - 1) // 2]
-
-
-def pending(plan: Sequence[Series], seeds: int, found: Found) -> list[Run]:
-    """The runs that can begin, most informative first.
-
-    Other runs follow when these have chosen their learning rates.
-    """
-    every = (run for series in plan for run in series.runs(seeds, found))
-    return [run for run in every if run not in found]
 
 
 def run_of(record: Record) -> Run:
@@ -159,125 +74,328 @@ def run_of(record: Record) -> Run:
     return Run(**{field.name: record[field.name] for field in fields(Run)})
 
 
-def _score(record: Record) -> float:
-    """The score by which the best learning rate is chosen; -1 for a run that stopped early."""
-    return float(record["tests"]["validation"]["recall@10"]) if "tests" in record else -1.0
-
-
-# --- one run --------------------------------------------------------------------------------------
-
-
-class InGroups(Objective):
-    """The mean of a loss over groups of consecutive pairs; pairs of two groups never meet.
-
-    So the optimizer's batch stays the same, and only the number of negatives changes.
-    """
-
-    def __init__(self, objective: Objective, size: int) -> None:
-        super().__init__(objective.loss, objective.takes - {"ids", "negatives"})
-        self.size = size
-
-    def forward(
-        self, image_features: Tensor, text_features: Tensor, *scale_and_bias: Any, **named: Any
-    ) -> Tensor:
-        """As `Objective`, without ids and negatives."""
-        groups = zip(image_features.split(self.size), text_features.split(self.size), strict=True)
-        return torch.stack(
-            [super(InGroups, self).forward(*g, *scale_and_bias, **named) for g in groups]
-        ).mean()
-
-
-def train_and_evaluate(run: Run, data: StudyData, precision: str) -> Record:
-    """A run's record: its settings, the training loss, and the figures of each test set."""
-    device = data.train.ids.device
-    began = time.perf_counter()
-    record: Record = {**asdict(run), "status": "ok"}
-    torch.manual_seed(run.seed)
-    config = TrainConfig(
-        model=MODELS[run.data],
-        loss=run.loss,
-        global_batch_size=run.batch,
-        micro_batch_size=min(run.batch, MICRO_BATCH),
-        steps=run.steps,
-        lr=run.lr,
-        warmup=max(1, run.steps // 10),
-        seed=run.seed,
-        precision=precision,  # type: ignore[arg-type]
-    )
-    towers = build_towers(config)
-    objective = create_objective(config)
-    if run.group != run.batch:
-        objective = InGroups(objective, run.group)
-    trainer = Trainer(config, towers.module, device, run.steps, objective=objective)
-    losses = []
-    try:
-        for batch in batches(data.train, run):
-            losses.append(trainer.train_step(batch)["loss"])
-    except TrainingStopped as stopped:
-        record["status"] = str(stopped)
-    trained = time.perf_counter()
-    record |= {
-        "losses": in_parts(losses, CURVE),
-        "logit_scale": trainer.scale_values().get("logit_scale"),
-        "training_seconds": round(trained - began, 2),
-    }
-    if record["status"] == "ok":
-        record["tests"] = {name: evaluate(towers.module, test) for name, test in data.tests.items()}
+def train_and_evaluate(run: Run, data: StudyData) -> Record:
+    """A run's record: its settings, and the figures at each of its `POINTS`."""
+    began, training = time.perf_counter(), Training(run, data.train)
+    record: Record = {**asdict(run), "status": "ok", "curve": []}
+    for step in sorted({max(1, round(run.steps * point)) for point in POINTS}):
+        first = training.done
+        training.advance(step - first)
+        losses = training.losses[first:step]
+        if not bool(losses.isfinite().all()):
+            record["status"] = f"diverged before step {step}"
+            break
+        tests = (
+            data.tests if step == run.steps else {k: data.tests[k] for k in ("in_domain", "seen")}
+        )
+        figures = {name: evaluate(training.model, test) for name, test in tests.items()}
+        record["curve"].append({"step": step, "training_loss": float(losses.mean()), **figures})
+    record["scale"] = float(training.model.objective.scale.detach())
     return {**record, "seconds": round(time.perf_counter() - began, 2)}
 
 
-def batches(train: Pairs, run: Run) -> Iterator[Batch]:
-    """The batches of a run.
+def step_time(run: Run, data: StudyData, seconds: float) -> Record:
+    """The median time of a run's step on a GPU that has nothing else to do, and its memory."""
+    torch.cuda.reset_peak_memory_stats()
+    training, times = Training(run, data.train), []
+    training.advance(EAGER_STEPS + 2)
+    torch.cuda.synchronize()
+    each = max(1, 8192 // run.batch)  # steps between two looks at the clock
+    while sum(times) * each < seconds and training.done + each <= run.steps:
+        began = time.perf_counter()
+        training.advance(each)
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) / each)
+    ms = 1e3 * sorted(times)[len(times) // 2]
+    shape = {name: asdict(run)[name] for name in ("data", "loss", "batch", "group")}
+    peak, device = torch.cuda.max_memory_allocated(), torch.cuda.get_device_name()
+    return {
+        **shape,
+        "ms": round(ms, 4),
+        "repetitions": len(times),
+        "peak_bytes": peak,
+        "gpu": device,
+    }
 
-    A seed gives one sequence of samples, each once in a pass over the data: runs of other batch
-    sizes cut the same one into other steps.
+
+class Model(nn.Module):
+    """The two towers of a data set, and a loss with what it learns."""
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__()
+        self.first, self.second = TOWERS[run.data]()
+        self.objective = OBJECTIVES[run.loss.partition("-")[0]](run, pairs)
+
+
+class Training:
+    """The state of a run.
+
+    Attributes:
+        done: steps so far.
+        losses: (steps,), of each step that is done.
     """
-    count, total = len(train.ids), run.batch * run.steps
-    order = Order([Part(count, total)], run.seed).draws() % count
-    rows = torch.from_numpy(order).to(train.ids.device)
-    for chosen in rows.split(run.batch):
-        first, texts, _ = train.rows(chosen)
-        yield Batch(first, texts, chosen)
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        self.run, self.pairs, self.done = run, pairs, 0
+        device = pairs.ids.device
+        torch.manual_seed(run.seed)
+        self.model = Model(run, pairs).to(device).train()
+        for block in self.model.modules():
+            if device.type == "cuda" and type(block).__name__ == "Block":
+                block.compile(dynamic=False)
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        others = [p for p in self.model.parameters() if p.ndim < 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others}]
+        self.lr = torch.zeros((), device=device)
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=self.lr, betas=BETAS, weight_decay=0.0, fused=True,
+            capturable=device.type == "cuda",
+        )  # fmt: skip
+        # A seed gives one sequence of samples, each once in a pass over the data; the batch size
+        # cuts it into steps.
+        samples = Order([Part(len(pairs.ids), run.batch * run.steps)], run.seed).draws()
+        self.order = torch.from_numpy(samples % len(pairs.ids)).to(device, torch.int32)
+        self.rates = torch.tensor(rates(run), device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.losses = torch.full((run.steps,), math.nan, device=device)
+        self.within = torch.arange(run.batch, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def advance(self, steps: int) -> None:
+        """Do so many steps more; the host does not wait for them."""
+        for _ in range(steps):
+            if self.done == self.model.objective.mined_at:
+                self.model.objective.mine(self.model, self.pairs)
+                self.graph = None
+            if self.graph is not None:
+                self.graph.replay()
+            else:
+                self._one()
+                self._record()
+            self.done += 1
+
+    def _record(self) -> None:
+        """Record the next steps' graph, after a few steps without one since the start or mining."""
+        since = self.done + 1 - (self.model.objective.mined_at if self.model.objective.mined else 0)
+        small = self.run.batch <= LARGEST_GRAPH
+        if self.step.is_cuda and small and since == EAGER_STEPS:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._one()
+
+    def _one(self) -> None:
+        rows = self.order[self.step * self.run.batch + self.within].long()
+        self.lr.copy_(self.rates[self.step].squeeze())
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._loss(rows)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
+        self.optimizer.step()
+        self.model.objective.limit()
+        self.losses.index_copy_(0, self.step, loss.detach().float().view(1))
+        self.step += 1
+
+    def _loss(self, rows: Tensor) -> Tensor:
+        model, (first, second, _) = self.model, self.pairs
+
+        def of_features(x: Tensor, y: Tensor) -> Tensor:
+            negatives = model.objective.negatives(rows)
+            z = None if negatives is None else encode(model.second, second[negatives])
+            return model.objective(x, y, rows, z)
+
+        if self.run.batch <= LARGEST_GRAPH:
+            return of_features(encode(model.first, first[rows]), encode(model.second, second[rows]))
+        towers = (lambda part: encode(model.first, part), lambda part: encode(model.second, part))
+        step = GradientCache(towers, of_features, MICRO_BATCH)
+        return step(first[rows], second[rows])
 
 
-def in_parts(values: list[float], parts: int) -> list[float]:
-    """The means of equal parts of a list, of each value if there are fewer."""
-    parts = min(parts, len(values))
-    bounds = [len(values) * i // parts for i in range(parts + 1)] if parts else []
-    return [round(statistics.fmean(values[a:b]), 5) for a, b in itertools.pairwise(bounds)]
+def rates(run: Run) -> list[float]:
+    """The learning rate of each step."""
+    warm = max(1, round(run.warmup * run.steps))
+    rest = max(1, run.steps - warm)
+    falling = (0.5 + 0.5 * math.cos(math.pi * i / rest) for i in range(rest))
+    return [run.lr * (i + 1) / warm for i in range(warm)] + [run.lr * share for share in falling]
+
+
+def encode(tower: nn.Module, rows: Tensor) -> Tensor:
+    """Normalised features, bfloat16 on a GPU."""
+    with torch.autocast(rows.device.type, torch.bfloat16, rows.is_cuda, cache_enabled=False):
+        # Attention's kernels take at most 65,535 sequences (torch 2.11).
+        parts = [tower(part) for part in rows.split(MICRO_BATCH)]
+        features = nn.functional.normalize(torch.cat(parts).float(), dim=-1)
+    return features.bfloat16() if rows.is_cuda else features
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+class Clip(nn.Module):
+    """`ClipLoss` with a learnt scale; pairs of equal ids are no negatives of each other."""
+
+    mined_at, mined = -1, False
+    start = 1 / 0.07
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__()
+        self.run, self.ids = run, pairs.ids
+        self.loss: Any = ClipLoss(duplicates="ignored")
+        self.log_scale = nn.Parameter(torch.tensor(math.log(self.start)))
+
+    @property
+    def scale(self) -> Tensor:
+        """What similarities are multiplied by."""
+        return self.log_scale.exp()
+
+    def limit(self) -> None:
+        """Keep the scale at or below 100, as CLIP does."""
+        self.log_scale.data.clamp_(max=math.log(100))
+
+    def negatives(self, rows: Tensor) -> Tensor | None:
+        """Rows of the training pairs whose second texts are further negatives."""
+        return None
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor, z: Tensor | None) -> Tensor:
+        """The mean over groups of the batch: pairs of two groups never meet."""
+        parts = zip(*(t.split(self.run.group) for t in (x, y, self.ids[rows])), strict=True)
+        return torch.stack([self.loss(*part[:2], self.scale, ids=part[2]) for part in parts]).mean()
+
+
+class Fixed(Clip):
+    """`ClipLoss` with a constant scale."""
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__(run, pairs)
+        self.log_scale.data.fill_(math.log(float(run.loss.partition("-")[2])))
+        self.log_scale.requires_grad_(False)
+
+
+class SigLip(Clip):
+    """`SigLipLoss` with a learnt scale and bias, which start as its paper's."""
+
+    start = 10.0
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__(run, pairs)
+        self.loss, self.bias = SigLipLoss(), nn.Parameter(torch.tensor(-10.0))
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor, z: Tensor | None) -> Tensor:
+        """The mean over the batch."""
+        loss: Tensor = self.loss(x, y, self.scale, self.bias, ids=self.ids[rows])
+        return loss
+
+
+class SogClr(Clip):
+    """CLIP's loss over all training pairs, estimated from a batch.
+
+    log u of a row is a moving average of its normaliser, the mean over negatives of
+    exp(scale · (logit - own logit)). The gradient of log(normaliser) over the whole data set is
+    estimated by that of the batch's normaliser divided by u.
+    """
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__(run, pairs)
+        self.rate = float(run.loss.partition("-")[2])
+        self.register_buffer("log_u", torch.full((2, len(pairs.ids)), -math.inf))
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor, z: Tensor | None) -> Tensor:
+        """The batch's mean of log(normaliser) of both directions, with the estimate's gradient."""
+        logits = self.scale * (x.float() @ y.float().T)
+        ids = self.ids[rows]
+        masked = logits.masked_fill(ids[:, None] == ids, -math.inf)
+        own, several = logits.diagonal(), math.log(len(x) - 1)
+        log_g = torch.stack([masked.logsumexp(1), masked.logsumexp(0)]) - own - several
+        old, now = self.log_u[:, rows], log_g.detach()
+        mixed = torch.logaddexp(old + math.log1p(-self.rate), now + math.log(self.rate))
+        new = torch.where(old.isinf(), now, mixed)
+        self.log_u.index_copy_(1, rows, new)
+        value = (now - new).exp() * log_g
+        return (value - value.detach() + now).mean()
+
+
+class Query(Clip):
+    """InfoNCE of queries against the batch's documents."""
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__(run, pairs)
+        self.loss = InfoNCELoss(temperature=1 / self.start)
+
+    def forward(self, x: Tensor, y: Tensor, rows: Tensor, z: Tensor | None) -> Tensor:
+        """The mean over queries; z (b, d) has a further negative of each query alone.
+
+        For others it might be right: of 65,536 mined documents many are another query's own.
+        """
+        own = None if z is None else z.unsqueeze(1)
+        loss: Tensor = self.loss(x, y, own, ids=self.ids[rows], temperature=1 / self.scale)
+        return loss
+
+
+class Hard(Query):
+    """`Query` with mined negatives from a quarter of the run on."""
+
+    def __init__(self, run: Run, pairs: Pairs) -> None:
+        super().__init__(run, pairs)
+        self.mined_at, self.kept = run.steps // 4, int(run.loss.partition("-")[2])
+        self.register_buffer("hardest", torch.zeros(len(pairs.ids), self.kept, dtype=torch.int64))
+
+    def mine(self, model: Model, pairs: Pairs) -> None:
+        """Find each query's best-ranked documents that are not its own."""
+        documents, ids, rows = distinct(pairs)
+        x, y = features(model.first, pairs.first), features(model.second, documents)
+        _, found = topk(x, y, self.kept, ids=(pairs.ids, ids))
+        self.hardest.copy_(rows[found])
+        self.mined = True
+
+    def negatives(self, rows: Tensor) -> Tensor | None:
+        """One of the mined documents of each row."""
+        if not self.mined:
+            return None
+        which = torch.randint(self.kept, (len(rows), 1), device=rows.device)
+        return self.hardest[rows].gather(1, which).squeeze(1)
+
+
+OBJECTIVES: dict[str, Callable[[Run, Pairs], Clip]] = {
+    "clip": Clip, "fixed": Fixed, "siglip": SigLip, "sogclr": SogClr, "query": Query, "hard": Hard,
+}  # fmt: skip
+
+
+# --- evaluation -----------------------------------------------------------------------------------
+
+
+def evaluate(model: Model, test: Pairs) -> dict[str, float]:
+    """Recall at 1 and 10, the mean of both directions, and CLIP's loss of some pairs.
+
+    Each test set is on its own: its first elements against its distinct second ones.
+    """
+    documents, ids, _ = distinct(test)
+    x, y = features(model.first, test.first), features(model.second, documents)
+    found = retrieval_metrics(x, y, x_ids=test.ids, y_ids=ids, ks=KS, group="local")
+    recalls = {
+        f"recall@{k}": (found[f"x_to_y/recall@{k}"] + found[f"y_to_x/recall@{k}"]) / 2 for k in KS
+    }
+    few = test.rows(slice(0, LOSS_PAIRS))
+    own = features(model.second, few.second)
+    with torch.no_grad():
+        loss = ClipLoss(duplicates="ignored")(
+            x[:LOSS_PAIRS], own, model.objective.scale, ids=few.ids
+        )
+    return {name: round(value, 6) for name, value in {**recalls, "loss": float(loss)}.items()}
 
 
 @torch.no_grad()
-def evaluate(module: Any, test: Pairs) -> dict[str, float]:
-    """Figures of retrieval in both directions, and recalls' means over the two.
-
-    Each test set is on its own: its first elements (x) against its distinct texts (y).
-    """
-    module.eval()
-    texts, ids = distinct(test)
-    x = torch.cat(
-        [module.encode_image(rows, normalize=True) for rows in test.first.split(MICRO_BATCH)]
-    )
-    y = torch.cat([module.encode_text(rows, normalize=True) for rows in texts.split(MICRO_BATCH)])
-    found = retrieval_metrics(x, y, x_ids=test.ids, y_ids=ids, ks=KS, group="local")
-    return {**means(found), **{name: round(value, 6) for name, value in found.items()}}
+def features(tower: nn.Module, rows: Tensor) -> Tensor:
+    """The features of rows without augmentation, (n, 256)."""
+    tower.eval()
+    found = rows.new_empty(len(rows), WIDTH, dtype=torch.float32)
+    with torch.compiler.set_stance("force_eager"):
+        for part, into in zip(rows.split(ENCODED), found.split(ENCODED), strict=True):
+            into.copy_(encode(tower, part))
+    tower.train()
+    return found
 
 
-def chance(test: Pairs) -> dict[str, float]:
-    """The same figures of answers in random order."""
-    _, ids = distinct(test)
-    x, y = (torch.ones(len(side), 1) for side in (test.ids, ids))  # equal scores are random orders
-    return means(retrieval_metrics(x, y, x_ids=test.ids, y_ids=ids, ks=KS, group="local"))
-
-
-def means(figures: dict[str, float]) -> dict[str, float]:
-    """The mean over both directions of each recall."""
-    both = {k: (figures[f"x_to_y/recall@{k}"] + figures[f"y_to_x/recall@{k}"]) / 2 for k in KS}
-    return {f"recall@{k}": round(value, 6) for k, value in both.items()}
-
-
-def distinct(test: Pairs) -> tuple[Tensor, Tensor]:
-    """The distinct texts of a test set, and their ids."""
-    ids, which = test.ids.unique(return_inverse=True)
-    first = torch.empty_like(ids).scatter_(0, which, torch.arange(len(which), device=ids.device))
-    return test.texts[first], ids
+def distinct(pairs: Pairs) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct second elements of pairs, their ids, and a row of each."""
+    ids, which = pairs.ids.unique(return_inverse=True)
+    rows = torch.empty_like(ids).scatter_(0, which, torch.arange(len(which), device=ids.device))
+    return pairs.second[rows], ids, rows

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from machinery.icons import sample, shard_writer
+from machinery.text_pairs import SPLITS, Texts
 
 
 def write_icons(folder: Path, train: int = 200, test: int = 20, size: int = 32) -> Path:
@@ -23,18 +24,15 @@ def write_icons(folder: Path, train: int = 200, test: int = 20, size: int = 32) 
     return folder
 
 
-def write_wordnet(folder: Path, count: int = 200) -> Path:
-    """Data files of WordNet with so many nouns, a tenth of them in noun.body, and few others."""
-    folder.mkdir()
-    licence = "  1 This software and database is being provided to you, the LICENSEE, by\n"
-    nouns = [
-        f"{i:08} {8 if i % 10 == 0 else 3:02} n 02 thing_{i} 0 object{i} 1 001 @ 00000000 n 0000"
-        f' | number {i} of the things; counted; "there are {i} of thing_{i}"  \n'
-        for i in range(count)
-    ]
-    verbs = ["00000001 38 v 01 move 0 000 01 + 01 00 | change place  \n"]
-    adjectives = ["00000001 00 s 02 awake(p) 0 up(a) 0 000 | not asleep  \n"]
-    texts = {"noun": nouns, "verb": verbs, "adj": adjectives, "adv": []}
-    for part, lines in texts.items():
-        (folder / f"data.{part}").write_text(licence + "".join(lines))
-    return folder
+def write_texts(file: Path, count: int = 60) -> Path:
+    """So many pairs of each split as draw_texts.py writes them; each document has two queries."""
+    generator = np.random.default_rng(0)
+    n = count * len(SPLITS)
+    queries = generator.integers(1, 100, (n, 16)).astype(np.uint16)
+    documents = generator.integers(1, 100, (n // 2, 48)).astype(np.uint16)
+    splits = np.arange(len(SPLITS)).repeat(count).astype(np.uint8)
+    rows = np.arange(n, dtype=np.int32)
+    nothing = np.zeros(n, np.uint8)
+    texts = Texts(queries, documents, rows, rows // 2, nothing, splits, nothing[:0])
+    np.savez_compressed(file, **texts._asdict())
+    return file

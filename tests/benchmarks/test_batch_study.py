@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import batch_study
-from machinery import study, study_data
-from tests.benchmarks.study_files import write_icons, write_wordnet
+from batch_study import TUNING_SEED, Point, expected_seconds, samples_by_time, tuned
+from machinery.study import Run
+from tests.benchmarks.study_files import write_icons, write_texts
 from tests.benchmarks.test_scripts import run
-
-#: One after the other on the CPU, with few features and three learning rates.
-WORDS = "--sizes", "8", "16", "--samples", "32", "--seeds", "2", "--precision=fp32", "--gpus=0"
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(study_data, "_BUCKETS", 512)
-    monkeypatch.setattr(study, "LOWEST_RATE", study.FIRST_RATES[0])
-    monkeypatch.setattr(study, "HIGHEST_RATE", study.FIRST_RATES[-1])
+    monkeypatch.setattr(batch_study, "SIZES", {"icons": (8,), "texts": (8, 16)})
+    monkeypatch.setattr(batch_study, "OTHERS", (("icons", "siglip", 8, 8),))
+    monkeypatch.setattr(batch_study, "LOWEST_RATE", batch_study.RATES[0])
+    monkeypatch.setattr(batch_study, "HIGHEST_RATE", batch_study.RATES[-1])
 
 
 def call(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
@@ -33,56 +33,73 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 def test_a_study_is_continued_shown_and_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "study.json"
-    wordnet = write_wordnet(tmp_path / "wordnet", 100)
-    words = (
-        *WORDS,
-        "--data=wordnet",
-        "--losses=clip",
-        f"--wordnet={wordnet}",
-        f"--output={output}",
-    )
+    output, texts = tmp_path / "study.json", write_texts(tmp_path / "texts.npz")
+    words = (f"--texts={texts}", f"--output={output}", "--data=texts", "--samples=32",
+             "--seeds=2", "--gpus=0")  # fmt: skip
     listed = call(capsys, *words, "--list")
-    assert len(listed) == 3 * 3 + 1  # tuning, the sum
+    assert len(listed) == 2 * 3 + 1  # rates of each size, and the sum
     assert "0 runs done" in listed[-1]
-    assert call(capsys, *words, "--budget-seconds=0") == ["0 runs done, 9 can begin"]
-    assert not output.exists()
     shown = call(capsys, *words)
-    assert shown[-1] == "19 runs done, 0 can begin"
+    assert shown[-1] == "14 runs done, 0 can begin"  # 3 rates, 2 warm-ups and 2 seeds of each
     content = json.loads(output.read_text())
-    assert len(content["records"]) == len(shown) - 1 == 19
+    assert len(content["records"]) == len(shown) - 1
+    assert content["tests"]["texts"]["train_pairs"] == 60
     content["records"] = content["records"][:-1]
     output.write_text(json.dumps(content))
-    assert call(capsys, *words)[-1] == "19 runs done, 0 can begin"
+    assert call(capsys, *words, "--budget-seconds=0")[-1] == "13 runs done, 1 can begin"
+    assert call(capsys, *words)[-1] == "14 runs done, 0 can begin"
     again = json.loads(output.read_text())
-    assert [r["losses"] for r in again["records"][:-1]] == [r["losses"] for r in content["records"]]
-    assert again["series"] == [{"data": "wordnet", "loss": "clip", "sizes": [8, 16], "samples": 32}]
+    assert again["records"][:-1] == content["records"]
     run("plots.py", str(output))
-    assert (tmp_path / "study-wordnet.png").exists()
+    assert (tmp_path / "study-texts.png").exists()
 
 
 @pytest.mark.concurrency
 @pytest.mark.usefixtures("small")
-def test_icons_and_the_other_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output, icons = tmp_path / "study.json", write_icons(tmp_path / "icons")
-    words = (*WORDS, "--data=icons", f"--icons={icons}", f"--output={output}", "--seeds=1")
-    given = "--sizes", "4", "--samples", "8"  # of the same options the last ones count
-    call(capsys, *words, *given)
-    content = json.loads(output.read_text())
-    assert {record["loss"] for record in content["records"]} == {"clip", "siglip", "dcl"}
-    assert all(record["status"] == "ok" for record in content["records"])
-    about = content["tests"]["icons"]
-    assert (about["train_pairs"], about["unseen"]["pairs"], about["unseen"]["texts"]) == (
-        185,
-        20,
-        10,
-    )
-    assert about["unseen"]["chance"]["recall@1"] == pytest.approx(0.1)
+def test_packed_icons_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "icons.npz"
+    call(capsys, "--pack", str(write_icons(tmp_path / "icons")), str(file))
+    output = tmp_path / "study.json"
+    call(capsys, f"--icons={file}", f"--output={output}", "--data=icons", "--samples=16",
+         "--seeds=1", "--gpus=0")  # fmt: skip
+    records = json.loads(output.read_text())["records"]
+    assert {record["loss"] for record in records} == {"clip", "siglip"}
+    assert all(record["status"] == "ok" for record in records)
+    assert {"in_domain", "unseen", "seen", "validation"} <= records[-1]["curve"][-1].keys()
 
 
-def test_the_plan_covers_the_sizes_and_losses(capsys: pytest.CaptureFixture[str]) -> None:
-    listed = call(capsys, "--list", "--output=none.json")
-    for data, sizes in (("icons", ("1,024", "32,768")), ("wordnet", ("1,024", "16,384"))):
-        for loss in ("clip", "siglip", "dcl"):
-            for size in sizes:
-                assert any(f"{data} {loss}, " in line and f" of {size}" in line for line in listed)
+def record(recall: float) -> dict[str, Any]:
+    return {"curve": [{"validation": {"recall@10": recall}}], "seconds": 1.0}
+
+
+def test_the_rule_looks_further_while_the_best_is_at_an_end() -> None:
+    point, found = Point("icons", "fixed-20", 1024, 1024), {}
+    for _ in range(10):
+        lr, warmup, missing = tuned(point, 2**21, found)
+        for one in missing:
+            found[one] = record(0.5 + one.warmup if one.lr == 4e-3 else one.lr)
+    assert (lr, warmup) == (4e-3, 0.3)
+    assert {r.lr for r in found} == {5e-4, 1e-3, 2e-3, 4e-3, 8e-3}
+    assert {(r.loss, r.steps, r.seed) for r in found} == {("clip", 512, TUNING_SEED)}
+
+
+def test_runs_of_equal_time_have_the_samples_that_fit_into_it() -> None:
+    times = [
+        {"data": "icons", "loss": "clip", "batch": b, "group": b, "ms": ms}
+        for b, ms in ((1024, 4.0), (65_536, 128.0))
+    ]
+    small = Point("icons", "clip", 1024, 1024)
+    assert samples_by_time(small, 10 * 65_536, times) == 10 * 32 * 1024
+    assert samples_by_time(small._replace(group=512), 10 * 65_536, times) == 0
+    assert samples_by_time(small._replace(batch=65_536, group=65_536), 65_536, times) == 0
+    assert samples_by_time(small._replace(loss="siglip"), 65_536, times) == 0
+
+
+def test_the_time_of_a_run_is_expected_by_its_batch() -> None:
+    one = Run("icons", "clip", 1024, 1024, 100, 1e-3, 0.1, 0)
+    other = Run("icons", "clip", 4096, 4096, 100, 1e-3, 0.1, 0)
+    found = {one: {"seconds": 10.0}, other: {"seconds": 50.0}}
+    longer = Run("icons", "clip", 1024, 512, 300, 2e-3, 0.1, 7)
+    assert expected_seconds(longer, found) == 30.0
+    assert expected_seconds(Run("texts", "clip", 1024, 1024, 9, 1e-3, 0.1, 0), found) == 50.0
+    assert expected_seconds(one, {}) == 0.0

@@ -2,67 +2,66 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from machinery.study_data import MODELS, Synset, load, read_synsets
-from megabatch.models import create
-from tests.benchmarks.study_files import write_icons, write_wordnet
+from machinery.study_data import TOWERS, in_other_colours, load, pack
+from megabatch.data.images import decoded
+from megabatch.data.sources import open_pairs
+from tests.benchmarks.study_files import write_icons, write_texts
 
 CPU = torch.device("cpu")
 
 
-def test_synsets_are_read_without_examples_and_markers(tmp_path: Path) -> None:
-    folder = write_wordnet(tmp_path / "wordnet", 20)
-    nouns = [*read_synsets(folder / "data.noun")]
-    assert len(nouns) == 20
-    assert nouns[3] == Synset(["thing 3", "object3"], "number 3 of the things; counted", 3)
-    assert nouns[10].file == 8
-    assert [*read_synsets(folder / "data.adj")] == [Synset(["awake", "up"], "not asleep", 0)]
-
-
-def test_wordnet_is_divided_by_gloss_and_file(tmp_path: Path) -> None:
-    data = load("wordnet", write_wordnet(tmp_path / "wordnet"), CPU)
-    unseen = data.tests["unseen"]
-    assert len(unseen.ids) == 2 * 20 + 1  # of noun.body and verb.motion
-    assert len(unseen.ids.unique()) == 21
-    held_out = [data.tests[name].ids for name in ("validation", "in_domain")]
-    assert len(data.train.ids) + sum(map(len, held_out)) == 2 * 180 + 2
-    for ids in (*held_out, unseen.ids):
-        assert len(ids)
-        assert not torch.isin(ids, data.train.ids).any()  # all words of a gloss are on one side
-    assert torch.isin(data.tests["seen"].ids, data.train.ids).all()
-
-
-def test_icons_are_white_on_black_with_their_own_captions(tmp_path: Path) -> None:
+def test_packed_icons_are_ink_of_four_bits_with_their_own_captions(tmp_path: Path) -> None:
     folder = write_icons(tmp_path / "icons")
-    data = load("icons", folder, CPU)
+    pack(folder, tmp_path / "icons.npz")
+    data = load("icons", tmp_path / "icons.npz", CPU)
     parts = [data.train, data.tests["validation"], data.tests["in_domain"]]
     assert [len(part.ids) for part in parts] == [185, 5, 10]  # the hash's, for these keys
     assert len(data.tests["unseen"].ids) == 20
-    images = torch.cat([part.first for part in parts])
-    assert images.shape == (200, 1, 32, 32)
-    assert len(images.flatten(1).unique(dim=0)) == 200  # none is in two parts
+    packed = torch.cat([part.first for part in parts])
+    assert len(packed.unique(dim=0)) == 200  # none is in two parts
+    pixels = torch.stack([packed >> 4, packed & 15], -1).view(-1, 32, 32)
+    source = open_pairs(str(folder / "train"))
+    drawn = {(15 - (np.asarray(decoded(source[i].image)) >> 4)).tobytes() for i in range(200)}
+    assert {image.numpy().tobytes() for image in pixels} == drawn
     same = data.train.ids[:, None] == data.train.ids
-    assert torch.equal((data.train.texts[:, None] == data.train.texts).all(2), same)
+    assert torch.equal((data.train.second[:, None] == data.train.second).all(2), same)
+    assert torch.isin(data.tests["seen"].ids, data.train.ids).all()
 
 
-def test_icons_of_another_size_are_refused(tmp_path: Path) -> None:
-    folder = write_icons(tmp_path / "icons", 4, 2, size=64)
-    with pytest.raises(ValueError, match="icons of 64 pixels, expected 32"):
-        load("icons", folder, CPU)
+def test_texts_are_cut_and_divided(tmp_path: Path) -> None:
+    data = load("texts", write_texts(tmp_path / "texts.npz"), CPU)
+    assert [*data.tests] == ["validation", "in_domain", "unseen", "seen"]
+    assert data.train.first.shape == (60, 16)
+    assert data.train.second.shape == (60, 32)
+    held_out = torch.cat([data.tests[name].ids for name in ("validation", "in_domain", "unseen")])
+    assert not torch.isin(held_out, data.train.ids).any()
+    assert torch.equal(data.train.second[0], data.train.second[1])  # of one document
+    assert data.train.ids[0] == data.train.ids[1] != data.train.ids[2]
 
 
-@pytest.mark.parametrize("name", ["icons", "wordnet"])
-def test_training_sees_another_form_of_each_pair(name: str) -> None:
-    towers = create(MODELS[name])
-    tokens = towers.tokenizer(["a thing with a long name", "another one"])
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randint(256, (2, 1, 32, 32), dtype=torch.uint8, generator=generator)
-    first = tokens if towers.first == "text" else images
-    module = towers.module.train()
-    for encode, inputs in ((module.encode_image, first), (module.encode_text, tokens)):
-        module.train()
-        assert not torch.equal(encode(inputs), encode(inputs))
-        module.eval()
-        assert torch.equal(encode(inputs), encode(inputs))
+def test_colours_keep_an_icon_visible() -> None:
+    ink = torch.zeros(500, 1, 32, 32)
+    ink[:, :, :16] = 1
+    drawn = in_other_colours(ink)
+    assert drawn.min() >= 0
+    assert drawn.max() <= 1
+    contrast = drawn[:, 0, 0, 0] - drawn[:, 0, -1, 0]
+    assert contrast.abs().min() >= 0.4 - 1e-6
+    assert 150 < (contrast > 0).sum() < 350  # both light and dark backgrounds
+
+
+@pytest.mark.parametrize("name", ["icons", "texts"])
+def test_training_sees_another_form_of_each_sample(name: str) -> None:
+    torch.manual_seed(0)
+    towers = TOWERS[name]()
+    tokens = torch.randint(1, 100, (3, 16), dtype=torch.int32)
+    first = torch.randint(256, (3, 512), dtype=torch.uint8) if name == "icons" else tokens
+    for tower, rows in zip(towers, (first, tokens), strict=True):
+        tower.train()
+        assert not torch.equal(tower(rows), tower(rows))
+        tower.eval()
+        assert torch.equal(tower(rows), tower(rows))
