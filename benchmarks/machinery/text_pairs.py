@@ -15,7 +15,7 @@ from __future__ import annotations
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 SOURCES = ("wordnet", "examples", "packages", "dictionary", "manual")
 SPLITS = ("train", "validation", "test", "unseen")
+VOCABULARY = 16_384  # token 0 is padding
 QUERY_TOKENS, DOCUMENT_TOKENS = 16, 48
 HELD_OUT_PER_MILLE = 12  # of the keys, for `validation` and `test` each
 HEADWORDS = 50_000  # of a dictionary at most: otherwise German would be a third of all pairs
@@ -58,8 +59,7 @@ class Pair(NamedTuple):
 class Texts(NamedTuple):
     """The data set: distinct texts, and pairs of them.
 
-    Equal texts have equal indices, so `document` serves as ids for which all words of a synset are
-    positives of each other, and an evaluation may count every right document of a query.
+    Equal texts have equal indices, so all words of a synset have one document.
 
     queries: tokens, uint16 (queries, 16); 0 is padding.
     documents: tokens, uint16 (documents, 48); 0 is padding.
@@ -77,10 +77,20 @@ class Texts(NamedTuple):
     tokenizer: NDArray[np.uint8]
 
 
-def load(path: Path) -> Texts:
-    """The data set of a file that `benchmarks/draw_texts.py` wrote."""
-    with np.load(path) as arrays:
-        return Texts(**{name: arrays[name] for name in Texts._fields})
+def split(
+    arrays: Mapping[str, np.ndarray], name: str
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.int64]]:
+    """The pairs of a split: queries (n, 16), documents (n, 48), and ids, equal for equal documents.
+
+    They are in an order by hash, so any part of them is a fair sample of all sources.
+
+    Args:
+        arrays: of a file that `benchmarks/draw_texts.py` wrote (`numpy.load`).
+        name: of `SPLITS`.
+    """
+    chosen = arrays["split"] == SPLITS.index(name)
+    query, document = arrays["query"][chosen], arrays["document"][chosen]
+    return arrays["queries"][query], arrays["documents"][document], document.astype(np.int64)
 
 
 def read_pairs(files: Path, lists: Path) -> Iterator[Pair]:
@@ -101,8 +111,8 @@ def read_pairs(files: Path, lists: Path) -> Iterator[Pair]:
             yield from manual_pairs(page)
 
 
-def make_texts(pairs: Iterable[Pair], vocabulary: int = 16_384) -> Texts:
-    """Tokenise pairs, without those that are equal in their first tokens.
+def make_texts(pairs: Iterable[Pair], vocabulary: int = VOCABULARY) -> Texts:
+    """Tokenise pairs, without those that are equal in their first tokens, and order them by hash.
 
     The byte-level BPE vocabulary is of the training texts only. If a pair is in several splits, a
     held-out one keeps it; so no held-out pair is in `train`.
@@ -121,6 +131,7 @@ def make_texts(pairs: Iterable[Pair], vocabulary: int = 16_384) -> Texts:
         _keys(second[chosen]), return_inverse=True, return_counts=True
     )
     chosen = chosen[pairs_of[document] <= SHARED]
+    chosen = chosen[np.argsort([_draw(" ".join(rows[i][1:])) for i in chosen], kind="stable")]
     queries, query = np.unique(_keys(first[chosen]), return_inverse=True)
     documents, document = np.unique(_keys(second[chosen]), return_inverse=True)
     return Texts(

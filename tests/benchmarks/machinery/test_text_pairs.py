@@ -15,11 +15,11 @@ from machinery.text_pairs import (
     SPLITS,
     Pair,
     dictionary_pairs,
-    load,
     make_texts,
     manual_pairs,
     package_pairs,
     read_synsets,
+    split,
     split_of,
     wordnet_pairs,
 )
@@ -181,8 +181,9 @@ def test_a_pair_is_in_one_split_and_boilerplate_in_none() -> None:
     assert texts.queries.shape == (1000, 16)
     assert texts.documents.shape == (1000, 48)
     splits = {
-        tokenizer.decode(texts.queries[query].tolist()).strip(): SPLITS[split]
-        for query, split in zip(texts.query, texts.split, strict=True)
+        tokenizer.decode(query.tolist()).strip(): name
+        for name in SPLITS
+        for query in split(texts._asdict(), name)[0]
     }
     assert len(texts.query) == len(splits) == 1000
     unseen = {f"word {i}" for i in range(1000) if i > 990 or i < 5}
@@ -215,6 +216,8 @@ def test_command(
     first = output.read_bytes()
     draw_texts.main()
     assert output.read_bytes() == first
-    texts = load(output)
-    assert len(texts.query) == 5 + 2 + 2 * len(LANGUAGES) + 3
+    with np.load(output) as texts:
+        queries, documents, ids = split(texts, "train")
+    assert len(queries) == 1 + 2 * (len(LANGUAGES) - 1) + 3
+    assert len(np.unique(documents, axis=0)) == len(np.unique(ids)) == 1 + 2 + 1
     assert "|manual|train|3|3|1|" in capsys.readouterr().out
