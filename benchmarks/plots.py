@@ -198,7 +198,7 @@ def batch_study(content: dict[str, Any]) -> dict[str, plt.Figure]:
 
     Lines are means over seeds, bands their range. A step's time is that of an idle GPU.
     """
-    from machinery.study import TUNING_SEED  # with the losses, which take seconds to import
+    from batch_study import TUNING_SEED  # with the losses, which take seconds to import
 
     ms = {(t["data"], t["loss"], t["batch"], t["group"]): t["ms"] for t in content["times"]}
     runs: dict[tuple[str, int, int], list[dict[str, Any]]] = defaultdict(list)

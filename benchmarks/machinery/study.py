@@ -97,7 +97,8 @@ def train_and_evaluate(run: Run, data: StudyData) -> Record:
 def step_time(run: Run, data: StudyData, seconds: float) -> Record:
     """The median time of a run's step on a GPU that has nothing else to do, and its memory."""
     torch.cuda.reset_peak_memory_stats()
-    training, times = Training(run, data.train), []
+    training = Training(run, data.train)
+    times: list[float] = []
     training.advance(EAGER_STEPS + 2)
     torch.cuda.synchronize()
     each = max(1, 8192 // run.batch)  # steps between two looks at the clock
@@ -120,6 +121,10 @@ def step_time(run: Run, data: StudyData, seconds: float) -> Record:
 
 class Model(nn.Module):
     """The two towers of a data set, and a loss with what it learns."""
+
+    first: nn.Module
+    second: nn.Module
+    objective: Clip
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
         super().__init__()
@@ -145,7 +150,10 @@ class Training:
                 block.compile(dynamic=False)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": others}]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": WEIGHT_DECAY},
+            {"params": others},
+        ]
         self.lr = torch.zeros((), device=device)
         self.optimizer = torch.optim.AdamW(
             groups, lr=self.lr, betas=BETAS, weight_decay=0.0, fused=True,
@@ -233,7 +241,7 @@ def encode(tower: nn.Module, rows: Tensor) -> Tensor:
 class Clip(nn.Module):
     """`ClipLoss` with a learnt scale; pairs of equal ids are no negatives of each other."""
 
-    mined_at, mined = -1, False
+    mined_at, mined = -1, False  #: the step before which `mine` is called, if there is one
     start = 1 / 0.07
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
@@ -254,6 +262,10 @@ class Clip(nn.Module):
     def negatives(self, rows: Tensor) -> Tensor | None:
         """Rows of the training pairs whose second texts are further negatives."""
         return None
+
+    def mine(self, model: Model, pairs: Pairs) -> None:
+        """Find negatives, where a loss does."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, y: Tensor, rows: Tensor, z: Tensor | None) -> Tensor:
         """The mean over groups of the batch: pairs of two groups never meet."""
@@ -292,6 +304,8 @@ class SogClr(Clip):
     exp(scale · (logit - own logit)). The gradient of log(normaliser) over the whole data set is
     estimated by that of the batch's normaliser divided by u.
     """
+
+    log_u: Tensor
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
         super().__init__(run, pairs)
@@ -332,6 +346,8 @@ class Query(Clip):
 
 class Hard(Query):
     """`Query` with mined negatives from a quarter of the run on."""
+
+    hardest: Tensor
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
         super().__init__(run, pairs)

@@ -92,7 +92,7 @@ def pack(folder: Path, file: Path) -> None:
             f"{split}_draws": _draws([one.key.partition(":")[2].encode() for one in samples]),
         }
         arrays[f"{split}_tokens"] = arrays[f"{split}_tokens"].astype(np.uint16)
-    np.savez_compressed(file, **arrays)
+    np.savez_compressed(file, **arrays)  # type: ignore[arg-type]  # numpy's stub
 
 
 def _icons(arrays: dict[str, np.ndarray], device: torch.device) -> StudyData:

@@ -17,7 +17,7 @@ from tests.benchmarks.test_scripts import run
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_study, "SIZES", {"icons": (8,), "texts": (8, 16)})
+    monkeypatch.setattr(batch_study, "SIZES", {"icons": (8,), "texts": (8,)})
     monkeypatch.setattr(batch_study, "OTHERS", (("icons", "siglip", 8, 8),))
     monkeypatch.setattr(batch_study, "LOWEST_RATE", batch_study.RATES[0])
     monkeypatch.setattr(batch_study, "HIGHEST_RATE", batch_study.RATES[-1])
@@ -34,20 +34,20 @@ def test_a_study_is_continued_shown_and_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output, texts = tmp_path / "study.json", write_texts(tmp_path / "texts.npz")
-    words = (f"--texts={texts}", f"--output={output}", "--data=texts", "--samples=32",
+    words = (f"--texts={texts}", f"--output={output}", "--data=texts", "--samples=16",
              "--seeds=2", "--gpus=0")  # fmt: skip
     listed = call(capsys, *words, "--list")
-    assert len(listed) == 2 * 3 + 1  # rates of each size, and the sum
+    assert len(listed) == 3 + 1  # rates, and the sum
     assert "0 runs done" in listed[-1]
     shown = call(capsys, *words)
-    assert shown[-1] == "14 runs done, 0 can begin"  # 3 rates, 2 warm-ups and 2 seeds of each
+    assert shown[-1] == "7 runs done, 0 can begin"  # 3 rates, 2 warm-ups and 2 seeds
     content = json.loads(output.read_text())
     assert len(content["records"]) == len(shown) - 1
     assert content["tests"]["texts"]["train_pairs"] == 60
     content["records"] = content["records"][:-1]
     output.write_text(json.dumps(content))
-    assert call(capsys, *words, "--budget-seconds=0")[-1] == "13 runs done, 1 can begin"
-    assert call(capsys, *words)[-1] == "14 runs done, 0 can begin"
+    assert call(capsys, *words, "--budget-seconds=0")[-1] == "6 runs done, 1 can begin"
+    assert call(capsys, *words)[-1] == "7 runs done, 0 can begin"
     again = json.loads(output.read_text())
     assert again["records"][:-1] == content["records"]
     run("plots.py", str(output))

@@ -76,7 +76,7 @@ def test_moving_averages_estimate_the_gradient_of_the_global_loss(pairs: Pairs) 
     assert value.item() == pytest.approx(first.log().mean().item())
     own = torch.autograd.grad(value, (x, y))
     for mine, right in zip(own, torch.autograd.grad(first.log().mean(), (x, y)), strict=True):
-        torch.testing.assert_close(mine, right)  # before there is an average
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)  # no average yet
     with torch.no_grad():
         x.mul_(-1)
     second = normalisers()
@@ -84,7 +84,7 @@ def test_moving_averages_estimate_the_gradient_of_the_global_loss(pairs: Pairs) 
     own = torch.autograd.grad(objective(x, y, rows, None), (x, y))
     expected = torch.autograd.grad((second / average).mean(), (x, y))
     for mine, right in zip(own, expected, strict=True):
-        torch.testing.assert_close(mine, right)
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-6)
 
 
 def test_mined_negatives_are_the_best_ranked_wrong_documents(pairs: Pairs) -> None:
