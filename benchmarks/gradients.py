@@ -279,8 +279,9 @@ def measure(name: str, source: str, exact: Loss, step: Step, learnt: bool = True
 
     `exact`: the loss of the whole batch; `learnt`: its scale is, and not a number.
     """
-    about = {"contender": name, "source": source, "loss": exact.__name__, "device": "cpu"}
-    about |= {"n_devices": dist.get_world_size(), "dtype": "float64", "b": BATCH, "d": WIDTH}
+    about: dict[str, Any] = {"contender": name, "source": source, "loss": exact.__name__}
+    about |= {"device": "cpu", "n_devices": dist.get_world_size()}
+    about |= {"dtype": "float64", "b": BATCH, "d": WIDTH}
     try:
         if "definition" not in source:
             about["source"] += f" {version(source)}"
