@@ -29,6 +29,7 @@ from megabatch.models.padding import (
 from tests.export.runs import change_json
 from tests.models.tiny import TINY, TINY_UNMASKED
 from tests.models.tiny_clip import save_tiny_clip
+from tests.process_state import changed
 
 CONTEXT, END = 16, 40  # END is the largest token
 SIZES = (5, 1, 7, 2, 6)  # of the texts, without the end
@@ -47,9 +48,8 @@ def texts(pad: int = 0, context: int = CONTEXT, end: int = END) -> Tensor:
 @pytest.fixture(autouse=True)
 def _float64() -> Iterator[None]:
     """Older releases of transformers make masks of the default dtype."""
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+    with changed("default dtype", torch.float64):
+        yield
 
 
 def check(module: nn.Module, encode: Callable[[Tensor], Tensor], lengths: Lengths, tokens: Tensor):

@@ -1,26 +1,19 @@
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from megabatch.models import create
 from megabatch.planning import plan
 from megabatch.planning.micro_batches import weighted
 from megabatch.planning.towers import MicroBatch, Sample
+from tests.process_state import one_thread
+
+__all__ = ["one_thread"]
 
 #: Micro-batches that `counted_once` has counted.
 _counted: dict[Any, MicroBatch] = {}
 LEAST, MOST = 64, 256  # pairs
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

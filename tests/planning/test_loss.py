@@ -13,9 +13,10 @@ from megabatch.config.settings import TrainConfig
 from megabatch.planning.machine import Speeds, speeds_of
 from megabatch.planning.memory import loss_bytes
 from megabatch.planning.seconds import loss_seconds, loss_transfers
-from megabatch.similarity import set_workspace, settings
+from megabatch.similarity import settings
 from megabatch.similarity.distributed import schedule
 from tests.planning.allocator import peak_bytes
+from tests.process_state import changed
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
@@ -107,16 +108,13 @@ def test_memory_of_the_loss_on_the_cpu(loss, workspace, more):
     config = TrainConfig(loss=loss, precision="fp32", **more)
     rows, width, negatives = 500, 256, config.hard_negatives
     objective = create_objective(config, group="local")
-    before = set_workspace(workspace)
-    try:
+    with changed("workspace", workspace):
         x, y = (F.normalize(torch.randn(rows, width)).requires_grad_() for _ in range(2))
         scale, bias = (torch.ones((), requires_grad=True) for _ in range(2))
         hard = torch.randn(rows, negatives, width, requires_grad=True) if negatives else None
         more = {"negative_features": hard}
         actual = peak_bytes(lambda: objective(x, y, scale, bias, **more).backward())
         planned = loss_bytes(config, rows, width, torch.float32, "cpu", 1)
-    finally:
-        set_workspace(before)
     # A block is planned with all its buffers; half of them serve ids and ceilings.
     columns = rows * (1 + negatives)
     assert 0.93 * actual < planned < 1.03 * actual + 3 * 512 * columns * 4

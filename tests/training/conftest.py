@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,27 +9,18 @@ from typing import Any, Protocol
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from megabatch.training import TrainConfig, train
 from tests.evaluation.conftest import no_report
 from tests.planning.conftest import counted_once
+from tests.process_state import changed, one_thread
 
-__all__ = ["counted_once", "no_report"]
+__all__ = ["counted_once", "no_report", "one_thread"]
 
 
 class MakeConfig(Protocol):
     def __call__(self, output: Path | str, **changes: Any) -> TrainConfig: ...
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Sums over threads are rounded differently with other numbers of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
@@ -81,8 +71,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory, pictures: Path) -> TrainC
     """A run of 12 steps that nothing disturbed."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     config = short(pictures, folder, report_to=("tensorboard",))
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    assert train(config) == 0
-    torch.set_num_threads(threads)
+    with changed("threads", 1):
+        assert train(config) == 0
     return config

@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabatch import GradientCache, InfoNCELoss
-from megabatch.similarity import set_workspace
 from megabatch.training import TrainConfig, load_config
 from megabatch.training.trainer import Trainer
+from tests.process_state import changed
 from tests.training.runs import losses, signal_after
 from tests.training.synthetic import CONFIG, LOSSES, batch_of, losses_of, trainer_of, write_shard
 
@@ -89,9 +89,8 @@ def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered() -> None:
 
 @pytest.fixture
 def _small_workspace() -> Iterator[None]:
-    before = set_workspace(16 << 20)
-    yield
-    set_workspace(before)
+    with changed("workspace", 16 << 20):
+        yield
 
 
 @pytest.mark.usefixtures("_small_workspace")

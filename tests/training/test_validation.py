@@ -19,6 +19,7 @@ from megabatch.training import TrainConfig, train
 from megabatch.training.evaluating import evaluate, figures
 from megabatch.training.trackers import Trackers
 from megabatch.training.world import World
+from tests.process_state import changed
 from tests.training.runs import checkpoints, logged, losses, signal_after, weights
 
 METRIC = "pairs/image_to_text/recall@1"
@@ -39,13 +40,10 @@ def run(tmp_path_factory: pytest.TempPathFactory, straight: TrainConfig) -> Trai
         checkpoint_every=0,
         keep_checkpoints=9,
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
+    with changed("threads", 1), pytest.MonkeyPatch.context() as patch:
         signal_after(patch, 7, signal.SIGINT)
         assert train(config) == 130
         assert train(replace(config, resume=True)) == 0
-    torch.set_num_threads(threads)
     return config
 
 
