@@ -188,8 +188,7 @@ def samples_by_time(point: Point, samples: int, times: list[Record]) -> int:
 
 def _score(record: Record) -> float:
     """The score by which the best learning rate is chosen; -1 for a run that stopped early."""
-    last = record["curve"][-1] if record["curve"] else {}
-    return float(last["validation"]["recall@10"]) if "validation" in last else -1.0
+    return float(record["final"]["validation"]["recall@10"]) if "final" in record else -1.0
 
 
 # --- doing them -----------------------------------------------------------------------------------
@@ -292,7 +291,7 @@ def shown(record: Record) -> str:
     """A record in one line."""
     if record["status"] != "ok":
         return str(record["status"])
-    last = record["curve"][-1]
+    last = record["final"]
     recalls = [f"{name} {last[name]['recall@10']:.2%}" for name in ("in_domain", "unseen", "seen")]
     return f"loss {last['training_loss']:.3f}, recall@10 {', '.join(recalls)}"
 

@@ -37,6 +37,7 @@ from megabatch.similarity import topk
 LARGEST_GRAPH, MICRO_BATCH = 65_536, 32_768
 #: Points of a run at which it is evaluated, as fractions of its steps.
 POINTS = (1 / 64, 1 / 32, *(i / 16 for i in range(1, 17)))
+OFTEN = ("in_domain", "seen")  # the tests at all of them; the others at the end
 EAGER_STEPS = 3  # before the graph is recorded, as PyTorch asks
 WEIGHT_DECAY, BETAS, CLIP_NORM = 0.1, (0.9, 0.98), 1.0
 KS = (1, 10)
@@ -75,7 +76,7 @@ def run_of(record: Record) -> Run:
 
 
 def train_and_evaluate(run: Run, data: StudyData) -> Record:
-    """A run's record: its settings, and the figures at each of its `POINTS`."""
+    """A run's record: its settings, the figures at each of its `POINTS`, and all at the end."""
     began, training = time.perf_counter(), Training(run, data.train)
     record: Record = {**asdict(run), "status": "ok", "curve": []}
     for step in sorted({max(1, round(run.steps * point)) for point in POINTS}):
@@ -85,11 +86,13 @@ def train_and_evaluate(run: Run, data: StudyData) -> Record:
         if not bool(losses.isfinite().all()):
             record["status"] = f"diverged before step {step}"
             break
-        tests = (
-            data.tests if step == run.steps else {k: data.tests[k] for k in ("in_domain", "seen")}
-        )
-        figures = {name: evaluate(training.model, test) for name, test in tests.items()}
+        figures = {name: evaluate(training.model, data.tests[name]) for name in OFTEN}
         record["curve"].append({"step": step, "training_loss": float(losses.mean()), **figures})
+    else:
+        record["final"] = {
+            "training_loss": record["curve"][-1]["training_loss"],
+            **{name: evaluate(training.model, test) for name, test in data.tests.items()},
+        }
     record["scale"] = float(training.model.objective.scale.detach())
     return {**record, "seconds": round(time.perf_counter() - began, 2)}
 

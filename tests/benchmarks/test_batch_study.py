@@ -65,11 +65,12 @@ def test_packed_icons_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFix
     records = json.loads(output.read_text())["records"]
     assert {record["loss"] for record in records} == {"clip", "siglip"}
     assert all(record["status"] == "ok" for record in records)
-    assert {"in_domain", "unseen", "seen", "validation"} <= records[-1]["curve"][-1].keys()
+    tests = {"in_domain", "unseen", "seen", "validation", "training_loss"}
+    assert records[-1]["final"].keys() == tests
 
 
 def record(recall: float) -> dict[str, Any]:
-    return {"curve": [{"validation": {"recall@10": recall}}], "seconds": 1.0}
+    return {"final": {"validation": {"recall@10": recall}}, "seconds": 1.0}
 
 
 def test_the_rule_looks_further_while_the_best_is_at_an_end() -> None:
