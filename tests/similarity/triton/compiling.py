@@ -31,7 +31,7 @@ TYPES = (
 )
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
 #: Constants, and arguments that are None, of those kernels that have them.
-TILE = {"BK": 64, "ROW_TILES": 1, "GROUP": 32, "SPLIT": 1, "EVEN_N": True, "TRIANGLE": False}
+TILE = {"BK": 64, "ROW_TILES": 1, "GROUP": 32, "EVEN_N": True, "TRIANGLE": False}
 TILE |= {"CHUNK": 64, "ALL": False, "COLS": True, "GROUP_ROWS": 1024, "HAS_POSITIVES": True}
 TILE |= {"DIAGONAL": 2, "PAIRED": False, "GAIN": 1.0, "GUIDE_BK": 64, "COL_TILES": 8, "EVEN": True}
 NO_IDS = dict.fromkeys(("row_ids", "row_ranges", "col_ids", "col_ranges"))

@@ -54,8 +54,7 @@ def test_packaged_configs_by_rows_and_width(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert packaged("forward", 8192, 512) == Config(rows=8, group=2)
     assert packaged("forward", 8191, 512) == Config(rows=4, group=4)
-    assert packaged("backward", 4, 640) == Config(rows=8, group=2, split=2)
-    assert packaged("backward", 4, 641) == Config(group=32)
+    assert packaged("backward", 4, 8) == Config(group=32)
     assert packaged("sigmoid", 4, 8) == Config(group=32)
     assert packaged("soft_targets", 4, 8) == Config(group=32, warps=8)
     assert packaged("soft_targets_backward", 4, 8) == Config(group=32, warps=8, stages=4)

@@ -22,7 +22,6 @@ class Config:
 
     rows: int = 1  #: row tiles per program, one after another
     group: int = 8  #: programs' row tiles that stay in the L2 cache while columns pass
-    split: int = 1  #: pieces in which a tile of dS is stored: two take less shared memory
     bk: int = 64  #: features per step of a tile's product
     warps: int = 4
     stages: int = 3
@@ -33,10 +32,7 @@ class Config:
 PACKAGED = (
     (("forward", 0, 1, 0), Config(rows=8, group=2)),
     (("forward", 0, 0, 0), Config(rows=4, group=4)),
-    # The whole loss on one H200 at b = 65,536 with this and the next line: 46.4 against 47.3 ms at
-    # d = 768, 30.7 against 30.3 ms at d = 512.
-    (("backward", 9, 0, 641), Config(group=32)),
-    (("backward", 9, 0, 0), Config(rows=8, group=2, split=2)),
+    (("backward", 9, 0, 0), Config(group=32)),
     (("backward", 0, 0, 0), Config()),
     (("sigmoid", 9, 0, 0), Config(group=32)),
     (("sigmoid", 0, 0, 0), Config()),

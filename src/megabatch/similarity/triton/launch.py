@@ -63,8 +63,10 @@ class Kernel:
             case for constants, from the attributes of `block` instead.
     """
 
+    jit: Callable[..., Any] = staticmethod(triton.jit)
+
     def __init__(self, function: Callable[..., None], shared: Sequence[str] = ()) -> None:
-        self.jitted: Any = triton.jit(do_not_specialize=VARYING)(function)
+        self.jitted: Any = self.jit(do_not_specialize=VARYING)(function)
         self.launch: Callable[..., None] = _launch_by_name(function, shared, self._launch)
         self._compiled: dict[tuple[Any, ...], Any] = {}
 

@@ -1,0 +1,308 @@
+"""Kernels of the softmax losses' tiles for Hopper GPUs, in Gluon, which comes with Triton.
+
+They take the places of `softmax.unmasked_tiles` and `softmax.unmasked_gradients`, with the same
+arguments and the same arithmetic (`tiles`). Only the products are made in another way: one program
+for each multiprocessor, in which one warp copies features and two groups of four warps take turns.
+While one group's products are in the tensor cores, the other computes exponentials and stores.
+
+A program goes over items: a column tile and two neighbouring groups of ROW_TILES row tiles, one for
+each group of warps (of an odd number of groups of rows, both take the last). So the tiles of the
+two alternate strictly, and all three parties number the steps of the products alike. Barriers are
+waited for by the parity of their phase, which tells the next phase from the last but one only if no
+party is a whole phase ahead:
+
+- A group starts on a tile when the other has issued all products of the tile before (`turn`), hence
+  has waited for all its copies. The other cannot issue those of the next tile before.
+- The copying warp waits, before it fills a stage anew, for the product that read it (`empty`).
+
+No party waits for a step after its own, so none waits for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from megabatch.similarity.backends import capability
+from megabatch.similarity.triton.blocks import Block
+from megabatch.similarity.triton.launch import Kernel, past_binding
+from megabatch.similarity.triton.tiles import (
+    B,
+    BlockSide,
+    clamped_references,
+    largest_reference,
+    shared_weights,
+    spread_col_sums,
+    swizzle,
+    unmasked_ds,
+    unmasked_exponentials,
+)
+
+# Triton 3.9 has other names for the copies.
+load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+
+#: Features that a stage holds of a tile's rows and columns; stages, as many as fit.
+BK = 64
+FORWARD_STAGES, BACKWARD_STAGES = gl.constexpr(6), gl.constexpr(5)
+#: Registers of a thread that computes and of one that copies.
+COMPUTING, COPYING = gl.constexpr(232), gl.constexpr(24)
+
+
+def takes(x: Tensor, block: Block, items: int) -> bool:
+    """Whether these kernels compute a block of features like x that is that many items."""
+    return (
+        past_binding
+        and x.is_cuda
+        and x.element_size() == 2
+        and capability(x.device) == (9, 0)
+        and block.bk == BK
+        and block.guide_x is None
+        and items >= programs(x.device)
+    )
+
+
+@functools.cache
+def programs(device: torch.device) -> int:
+    """Multiprocessors of a GPU; one program fits on each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class GluonKernel(Kernel):
+    """A kernel of a block in Gluon."""
+
+    jit = staticmethod(gluon.jit)
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function, Block.NAMES)
+
+    def _bind(self, programs: int, arguments: tuple[Any, ...], *rest: Any) -> Any:
+        # Compiled kernels take Triton's descriptors too.
+        return super()._bind(programs, tuple(map(_with_layout, arguments)), *rest)
+
+
+def _with_layout(argument: Any) -> Any:
+    """Gluon's descriptor for Triton's; other arguments as they are."""
+    if type(argument) is not TensorDescriptor:
+        return argument
+    dtype = gl.float16 if argument.base.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(argument.block_shape, dtype)
+    return GluonDescriptor(
+        argument.base, argument.shape, argument.strides, argument.block_shape, layout
+    )
+
+
+# --- the three parties ----------------------------------------------------------------------------
+
+
+class Ring(NamedTuple):
+    """Stages of features in shared memory, and barriers, inside a kernel."""
+
+    rows: Any  #: (stages, B, BK)
+    cols: Any  #: (stages, B, BK)
+    full: Any  #: of each stage: features have been copied into it
+    empty: Any  #: of each stage: products have read it
+    turn: Any  #: of each group of warps: the other has issued its products
+
+
+@gluon.jit
+def new_ring(x, y, STAGES: gl.constexpr):
+    """The stages of tiles of x and y, empty."""
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
+    cols = gl.allocate_shared_memory(y.dtype, [STAGES] + y.block_shape, y.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(STAGES):
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
+    for group in gl.static_range(2):
+        mbarrier.init(turn.index(group), count=1)
+    fence_async_shared()
+    return Ring(rows, cols, full, empty, turn)
+
+
+@gluon.jit
+def items(m, col_tiles, ROW_TILES: gl.constexpr):
+    """How many there are."""
+    return gl.cdiv(m, 2 * ROW_TILES * B) * col_tiles
+
+
+@gluon.jit
+def place(item, warps, m, col_tiles, ROW_TILES: gl.constexpr, GROUP: gl.constexpr):
+    """(group of rows, column tile, row tiles) of a group of warps in an item."""
+    groups = gl.cdiv(m, ROW_TILES * B)
+    pair, tj = swizzle(item, gl.cdiv(groups, 2), col_tiles, GROUP)
+    count = gl.minimum(gl.cdiv(m, B) - 2 * pair * ROW_TILES, ROW_TILES)
+    return gl.minimum(2 * pair + warps, groups - 1), tj, count
+
+
+@gluon.jit
+def copy_features(
+    x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES: gl.constexpr, GROUP: gl.constexpr
+):
+    """Copy the features of all tiles, step by step, in the order of the products."""
+    STAGES: gl.constexpr = ring.rows.shape[0]
+    BK: gl.constexpr = x.block_shape[1]
+    step = 0
+    for item in range(gl.program_id(0), items(m, col_tiles, ROW_TILES), gl.num_programs(0)):
+        _, _, count = place(item, 0, m, col_tiles, ROW_TILES, GROUP)
+        for r in range(count):
+            for warps in gl.static_range(2):
+                group, tj, _ = place(item, warps, m, col_tiles, ROW_TILES, GROUP)
+                i0 = row_start + (group * ROW_TILES + r) * B
+                j0 = col_start + tj * B
+                for c in range(0, d, BK):
+                    s = step % STAGES
+                    mbarrier.wait(ring.empty.index(s), (step // STAGES + 1) & 1)
+                    full = ring.full.index(s)
+                    mbarrier.expect(full, x.block_type.nbytes + y.block_type.nbytes)
+                    load(x, [i0, c], full, ring.rows.index(s))
+                    load(y, [j0, c], full, ring.cols.index(s))
+                    step += 1
+
+
+@gluon.jit
+def products(ring, tile, d, WARPS: gl.constexpr):
+    """A tile of x yᵀ, in float32: number `tile` of this group of warps."""
+    STAGES: gl.constexpr = ring.rows.shape[0]
+    steps = gl.cdiv(d, ring.rows.shape[2])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16])
+    step = (2 * tile + WARPS) * steps
+    mbarrier.wait(ring.turn.index(WARPS), (tile + 1 - WARPS) & 1)
+    acc = warpgroup_mma_init(gl.zeros((B, B), gl.float32, layout))
+    for c in range(steps):
+        s = step % STAGES
+        mbarrier.wait(ring.full.index(s), (step // STAGES) & 1)
+        acc = warpgroup_mma(
+            ring.rows.index(s), ring.cols.index(s).permute((1, 0)), acc, use_acc=c > 0,
+            is_async=True,
+        )  # fmt: skip
+        # The products of the step before are done now.
+        acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
+        mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), pred=c > 0)
+        step += 1
+    mbarrier.arrive(ring.turn.index(1 - WARPS))
+    out = warpgroup_mma_wait(0, deps=(acc,))
+    mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES))
+    return out
+
+
+# --- forward --------------------------------------------------------------------------------------
+
+
+@GluonKernel
+def unmasked_tiles(
+    x, y, scale, references, group_references, row_sums, col_sums,
+    row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling,
+    row_start, col_start, m, n, d, col_tiles, diagonal_offset,
+    ROW_TILES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """`softmax.unmasked_tiles`, of all full column tiles."""
+    ring = new_ring(x, y, FORWARD_STAGES)
+    rows = BlockSide(None, None, row_start, m, None, row_ranges, row_range_stride, ceiling)
+    cols = BlockSide(None, None, col_start, n, None, col_ranges, col_range_stride, None)
+    sums = (scale, references, group_references, row_sums, col_sums)
+    gl.warp_specialize([
+        (compute_sums, (0, ring, rows, cols, sums, col_tiles, d, diagonal_offset, ROW_TILES, GROUP, DIAGONAL, COLS)),
+        (compute_sums, (1, ring, rows, cols, sums, col_tiles, d, diagonal_offset, ROW_TILES, GROUP, DIAGONAL, COLS)),
+        (copy_features, (x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES, GROUP)),
+    ], [4, 1], [COMPUTING, COPYING])
+
+
+@gluon.jit
+def compute_sums(
+    WARPS: gl.constexpr, ring, rows, cols, sums, col_tiles, d, diagonal_offset,
+    ROW_TILES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
+):
+    scale, references, group_references, row_sums, col_sums = sums
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16])
+    spread: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]], [], [32, B],
+    )
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    tile = 0
+    for item in range(gl.program_id(0), items(rows.size, col_tiles, ROW_TILES), gl.num_programs(0)):
+        group, tj, count = place(item, WARPS, rows.size, col_tiles, ROW_TILES, GROUP)
+        group_rows = group * (ROW_TILES * B) + gl.arange(0, ROW_TILES * B, flat)
+        group_reference = largest_reference(references, group_rows)
+        gl.store(group_references + group, group_reference)
+        col_total = gl.zeros((32, B), gl.float32, spread)
+        for r in range(count):
+            acc = products(ring, tile, d, WARPS)
+            tile += 1
+            ti = group * ROW_TILES + r
+            i = ti * B + gl.arange(0, B, gl.SliceLayout(1, acc_layout))
+            own = clamped_references(references, i, group_reference)
+            e = unmasked_exponentials(acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL)
+            gl.store(row_sums + tj.to(gl.int64) * rows.size + i, gl.sum(e, 1), mask=i < rows.size)
+            if COLS:
+                col_total += gl.convert_layout(spread_col_sums(e, own, group_reference), spread)
+        if COLS:
+            j = tj * B + gl.arange(0, B, gl.SliceLayout(0, spread))
+            gl.store(col_sums + group.to(gl.int64) * cols.size + j, gl.sum(col_total, 0))
+
+
+# --- backward -------------------------------------------------------------------------------------
+
+
+@GluonKernel
+def unmasked_gradients(
+    x, y, ds, scale, row_upstream, row_stride, row_extremes, row_extremes_stride,
+    col_upstream, col_stride, ceiling, row_start, col_start, m, n, d,
+    GROUP: gl.constexpr,
+):  # fmt: skip
+    """`softmax.unmasked_gradients`."""
+    ring = new_ring(x, y, BACKWARD_STAGES)
+    rows = BlockSide(None, None, row_start, m, None, None, None, ceiling)
+    of_rows = (row_upstream, row_stride, row_extremes + row_extremes_stride)
+    of_cols = (col_upstream, col_stride, n)
+    gl.warp_specialize([
+        (compute_ds, (0, ring, ds, scale, rows, of_rows, of_cols, d, GROUP)),
+        (compute_ds, (1, ring, ds, scale, rows, of_rows, of_cols, d, GROUP)),
+        (copy_features, (x, y, ring, row_start, col_start, m, gl.cdiv(n, B), d, 1, GROUP)),
+    ], [4, 1], [COMPUTING, COPYING])
+
+
+@gluon.jit
+def compute_ds(WARPS: gl.constexpr, ring, ds, scale, rows, of_rows, of_cols, d, GROUP: gl.constexpr):
+    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16])
+    row_upstream, row_stride, references = of_rows
+    col_upstream, col_stride, n = of_cols
+    m = rows.size
+    col_tiles = gl.cdiv(n, B)
+    out = gl.allocate_shared_memory(ds.dtype, ds.block_shape, ds.layout)
+    tile = 0
+    for item in range(gl.program_id(0), items(m, col_tiles, 1), gl.num_programs(0)):
+        ti, tj, _ = place(item, WARPS, m, col_tiles, 1, GROUP)
+        acc = products(ring, tile, d, WARPS)
+        tile += 1
+        i = ti * B + gl.arange(0, B, gl.SliceLayout(1, acc_layout))
+        j = tj * B + gl.arange(0, B, gl.SliceLayout(0, acc_layout))
+        reference = gl.load(references + ti)
+        row_weight = shared_weights(row_upstream, row_stride, i, m, reference)
+        col_weight = None
+        if col_upstream is not None:
+            col_weight = shared_weights(col_upstream, col_stride, j, n, reference)
+        e = unmasked_ds(acc, scale, reference, row_weight, col_weight, rows, i).to(ds.dtype)
+        tma.store_wait(0)  # for the tile before to be read
+        out.store(e)
+        fence_async_shared()
+        store(ds, [ti * B, tj * B], out)
+    tma.store_wait(0)
