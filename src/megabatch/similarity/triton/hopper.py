@@ -7,20 +7,21 @@ While one group's products are in the tensor cores, the other computes exponenti
 
 A program goes over items: a column tile and two neighbouring groups of ROW_TILES row tiles, one for
 each group of warps (of an odd number of groups of rows, both take the last). So the tiles of the
-two alternate strictly, and all three parties number the steps of the products alike. Barriers are
-waited for by the parity of their phase, which tells the next phase from the last but one only if no
-party is a whole phase ahead:
+two alternate strictly, and all three parties number the steps of the products alike. A barrier is
+waited for by the parity of its phase, which is right only for a party less than two phases behind
+or ahead of it:
 
 - A group starts on a tile when the other has issued all products of the tile before (`turn`), hence
-  has waited for all its copies. The other cannot issue those of the next tile before.
-- The copying warp waits, before it fills a stage anew, for the product that read it (`empty`).
+  has waited for all copies until then. The other cannot start on the next tile before.
+- The copying warp fills a stage anew when the products that read it are done (`empty`).
 
-No party waits for a step after its own, so none waits for ever.
+No party waits for a later step than its own, so none waits for ever.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +40,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.backends import capability
+from megabatch.similarity.triton.blocking import TILE
 from megabatch.similarity.triton.blocks import Block
 from megabatch.similarity.triton.launch import Kernel, past_binding
 from megabatch.similarity.triton.tiles import (
     B,
     BlockSide,
     clamped_references,
-    largest_reference,
     shared_weights,
     spread_col_sums,
     swizzle,
@@ -57,11 +58,25 @@ from megabatch.similarity.triton.tiles import (
 load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
-#: Features that a stage holds of a tile's rows and columns; stages, as many as fit.
-BK = 64
-FORWARD_STAGES, BACKWARD_STAGES = gl.constexpr(6), gl.constexpr(5)
+#: Features of a step of the products; stages of both sides' features, as many as fit.
+BK, FORWARD_STAGES, BACKWARD_STAGES = gl.constexpr(64), gl.constexpr(6), gl.constexpr(5)
 #: Registers of a thread that computes and of one that copies.
 COMPUTING, COPYING = gl.constexpr(232), gl.constexpr(24)
+#: How a group of warps holds a tile of products, a number for each row and for each column of it,
+#: sums of columns as `spread_col_sums` leaves them, and a vector of which each thread has its part.
+ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
+ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, ACC_LAYOUT.value))
+COL_LAYOUT = gl.constexpr(gl.SliceLayout(0, ACC_LAYOUT.value))
+SPREAD_LAYOUT = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]],
+        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, TILE],
+    )
+)
+FLAT_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 def takes(x: Tensor, block: Block, items: int) -> bool:
@@ -71,7 +86,7 @@ def takes(x: Tensor, block: Block, items: int) -> bool:
         and x.is_cuda
         and x.element_size() == 2
         and capability(x.device) == (9, 0)
-        and block.bk == BK
+        and block.bk == BK.value
         and block.guide_x is None
         and items >= programs(x.device)
     )
@@ -86,10 +101,8 @@ def programs(device: torch.device) -> int:
 class GluonKernel(Kernel):
     """A kernel of a block in Gluon."""
 
-    jit = staticmethod(gluon.jit)
-
-    def __init__(self, function: Any) -> None:
-        super().__init__(function, Block.NAMES)
+    def __init__(self, function: Callable[..., None]) -> None:
+        super().__init__(function, Block.NAMES, gluon.jit)
 
     def _bind(self, programs: int, arguments: tuple[Any, ...], *rest: Any) -> Any:
         # Compiled kernels take Triton's descriptors too.
@@ -113,8 +126,8 @@ def _with_layout(argument: Any) -> Any:
 class Ring(NamedTuple):
     """Stages of features in shared memory, and barriers, inside a kernel."""
 
-    rows: Any  #: (stages, B, BK)
-    cols: Any  #: (stages, B, BK)
+    x: Any  #: (stages, B, BK)
+    y: Any  #: (stages, B, BK)
     full: Any  #: of each stage: features have been copied into it
     empty: Any  #: of each stage: products have read it
     turn: Any  #: of each group of warps: the other has issued its products
@@ -123,18 +136,18 @@ class Ring(NamedTuple):
 @gluon.jit
 def new_ring(x, y, STAGES: gl.constexpr):
     """The stages of tiles of x and y, empty."""
-    rows = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_shape, x.layout)
-    cols = gl.allocate_shared_memory(y.dtype, [STAGES] + y.block_shape, y.layout)
+    of_x = gl.allocate_shared_memory(x.dtype, [STAGES, B, BK], x.layout)
+    of_y = gl.allocate_shared_memory(y.dtype, [STAGES, B, BK], y.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(full.index(s), count=1)
         mbarrier.init(empty.index(s), count=1)
-    for group in gl.static_range(2):
-        mbarrier.init(turn.index(group), count=1)
+    for warps in gl.static_range(2):
+        mbarrier.init(turn.index(warps), count=1)
     fence_async_shared()
-    return Ring(rows, cols, full, empty, turn)
+    return Ring(of_x, of_y, full, empty, turn)
 
 
 @gluon.jit
@@ -157,42 +170,37 @@ def copy_features(
     x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES: gl.constexpr, GROUP: gl.constexpr
 ):
     """Copy the features of all tiles, step by step, in the order of the products."""
-    STAGES: gl.constexpr = ring.rows.shape[0]
-    BK: gl.constexpr = x.block_shape[1]
+    STAGES: gl.constexpr = ring.x.shape[0]
     step = 0
     for item in range(gl.program_id(0), items(m, col_tiles, ROW_TILES), gl.num_programs(0)):
-        _, _, count = place(item, 0, m, col_tiles, ROW_TILES, GROUP)
+        _, tj, count = place(item, 0, m, col_tiles, ROW_TILES, GROUP)
         for r in range(count):
             for warps in gl.static_range(2):
-                group, tj, _ = place(item, warps, m, col_tiles, ROW_TILES, GROUP)
+                group, _, _ = place(item, warps, m, col_tiles, ROW_TILES, GROUP)
                 i0 = row_start + (group * ROW_TILES + r) * B
-                j0 = col_start + tj * B
                 for c in range(0, d, BK):
                     s = step % STAGES
                     mbarrier.wait(ring.empty.index(s), (step // STAGES + 1) & 1)
                     full = ring.full.index(s)
                     mbarrier.expect(full, x.block_type.nbytes + y.block_type.nbytes)
-                    load(x, [i0, c], full, ring.rows.index(s))
-                    load(y, [j0, c], full, ring.cols.index(s))
+                    load(x, [i0, c], full, ring.x.index(s))
+                    load(y, [col_start + tj * B, c], full, ring.y.index(s))
                     step += 1
 
 
 @gluon.jit
 def products(ring, tile, d, WARPS: gl.constexpr):
     """A tile of x yᵀ, in float32: number `tile` of this group of warps."""
-    STAGES: gl.constexpr = ring.rows.shape[0]
-    steps = gl.cdiv(d, ring.rows.shape[2])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16])
+    STAGES: gl.constexpr = ring.x.shape[0]
+    steps = gl.cdiv(d, BK)
     step = (2 * tile + WARPS) * steps
     mbarrier.wait(ring.turn.index(WARPS), (tile + 1 - WARPS) & 1)
-    acc = warpgroup_mma_init(gl.zeros((B, B), gl.float32, layout))
+    acc = warpgroup_mma_init(gl.zeros((B, B), gl.float32, ACC_LAYOUT))
     for c in range(steps):
         s = step % STAGES
         mbarrier.wait(ring.full.index(s), (step // STAGES) & 1)
-        acc = warpgroup_mma(
-            ring.rows.index(s), ring.cols.index(s).permute((1, 0)), acc, use_acc=c > 0,
-            is_async=True,
-        )  # fmt: skip
+        y = ring.y.index(s).permute((1, 0))
+        acc = warpgroup_mma(ring.x.index(s), y, acc, use_acc=c > 0, is_async=True)
         # The products of the step before are done now.
         acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         mbarrier.arrive(ring.empty.index((step + STAGES - 1) % STAGES), pred=c > 0)
@@ -208,54 +216,63 @@ def products(ring, tile, d, WARPS: gl.constexpr):
 
 @GluonKernel
 def unmasked_tiles(
-    x, y, scale, references, group_references, row_sums, col_sums,
+    x, y, scale, references, tile_references, group_references, row_sums, col_sums,
     row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling,
-    row_start, col_start, m, n, d, col_tiles, diagonal_offset,
-    ROW_TILES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
+    row_start, col_start, m, n, d, col_tiles, diagonal_offset, ROW_TILES: gl.constexpr,
+    GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
 ):  # fmt: skip
     """`softmax.unmasked_tiles`, of all full column tiles."""
     ring = new_ring(x, y, FORWARD_STAGES)
     rows = BlockSide(None, None, row_start, m, None, row_ranges, row_range_stride, ceiling)
     cols = BlockSide(None, None, col_start, n, None, col_ranges, col_range_stride, None)
-    sums = (scale, references, group_references, row_sums, col_sums)
-    gl.warp_specialize([
-        (compute_sums, (0, ring, rows, cols, sums, col_tiles, d, diagonal_offset, ROW_TILES, GROUP, DIAGONAL, COLS)),
-        (compute_sums, (1, ring, rows, cols, sums, col_tiles, d, diagonal_offset, ROW_TILES, GROUP, DIAGONAL, COLS)),
-        (copy_features, (x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES, GROUP)),
-    ], [4, 1], [COMPUTING, COPYING])
+    of_rows = (rows, references, row_sums)
+    of_cols = (cols, tile_references, group_references, col_sums)
+    numbers = (gl.load(scale), d, col_tiles, diagonal_offset)
+    gl.warp_specialize(
+        [
+            (compute_sums, (0, ring, of_rows, of_cols, numbers, ROW_TILES, GROUP, DIAGONAL, COLS)),
+            (compute_sums, (1, ring, of_rows, of_cols, numbers, ROW_TILES, GROUP, DIAGONAL, COLS)),
+            (copy_features, (x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES, GROUP)),
+        ],
+        [4, 1],
+        [COMPUTING, COPYING],
+    )
 
 
 @gluon.jit
 def compute_sums(
-    WARPS: gl.constexpr, ring, rows, cols, sums, col_tiles, d, diagonal_offset,
-    ROW_TILES: gl.constexpr, GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
-):
-    scale, references, group_references, row_sums, col_sums = sums
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16])
-    spread: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0]], [], [32, B],
-    )
-    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    WARPS: gl.constexpr, ring, of_rows, of_cols, numbers, ROW_TILES: gl.constexpr,
+    GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """The sums of one group of warps."""
+    rows, references, row_sums = of_rows
+    cols, tile_references, group_references, col_sums = of_cols
+    scale, d, col_tiles, diagonal_offset = numbers
+    m = rows.size
     tile = 0
-    for item in range(gl.program_id(0), items(rows.size, col_tiles, ROW_TILES), gl.num_programs(0)):
-        group, tj, count = place(item, WARPS, rows.size, col_tiles, ROW_TILES, GROUP)
-        group_rows = group * (ROW_TILES * B) + gl.arange(0, ROW_TILES * B, flat)
-        group_reference = largest_reference(references, group_rows)
+    for item in range(gl.program_id(0), items(m, col_tiles, ROW_TILES), gl.num_programs(0)):
+        group, tj, count = place(item, WARPS, m, col_tiles, ROW_TILES, GROUP)
+        each: gl.constexpr = gl.BlockedLayout([ROW_TILES], [32], [4], [0])  # thread has all
+        tiles = group * ROW_TILES + gl.arange(0, ROW_TILES, each)
+        group_reference = gl.max(gl.load(tile_references + tiles), 0)
         gl.store(group_references + group, group_reference)
-        col_total = gl.zeros((32, B), gl.float32, spread)
+        col_total = gl.zeros((32, B), gl.float32, SPREAD_LAYOUT)
         for r in range(count):
+            # Loads take their time during the other group's products.
+            ti = group * ROW_TILES + r
+            i = ti * B + gl.arange(0, B, ROW_LAYOUT)
+            own = clamped_references(references, i, group_reference)
             acc = products(ring, tile, d, WARPS)
             tile += 1
-            ti = group * ROW_TILES + r
-            i = ti * B + gl.arange(0, B, gl.SliceLayout(1, acc_layout))
-            own = clamped_references(references, i, group_reference)
-            e = unmasked_exponentials(acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL)
-            gl.store(row_sums + tj.to(gl.int64) * rows.size + i, gl.sum(e, 1), mask=i < rows.size)
+            e = unmasked_exponentials(
+                acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL
+            )  # fmt: skip
+            gl.store(row_sums + tj.to(gl.int64) * m + i, gl.sum(e, 1), mask=i < m)
             if COLS:
-                col_total += gl.convert_layout(spread_col_sums(e, own, group_reference), spread)
+                part = spread_col_sums(e, own, group_reference)
+                col_total += gl.convert_layout(part, SPREAD_LAYOUT, assert_trivial=True)
         if COLS:
-            j = tj * B + gl.arange(0, B, gl.SliceLayout(0, spread))
+            j = tj * B + gl.arange(0, B, gl.SliceLayout(0, SPREAD_LAYOUT))
             gl.store(col_sums + group.to(gl.int64) * cols.size + j, gl.sum(col_total, 0))
 
 
@@ -265,41 +282,46 @@ def compute_sums(
 @GluonKernel
 def unmasked_gradients(
     x, y, ds, scale, row_upstream, row_stride, row_extremes, row_extremes_stride,
-    col_upstream, col_stride, ceiling, row_start, col_start, m, n, d,
-    GROUP: gl.constexpr,
+    col_upstream, col_stride, ceiling, row_start, col_start, m, n, d, GROUP: gl.constexpr,
 ):  # fmt: skip
     """`softmax.unmasked_gradients`."""
     ring = new_ring(x, y, BACKWARD_STAGES)
     rows = BlockSide(None, None, row_start, m, None, None, None, ceiling)
-    of_rows = (row_upstream, row_stride, row_extremes + row_extremes_stride)
-    of_cols = (col_upstream, col_stride, n)
-    gl.warp_specialize([
-        (compute_ds, (0, ring, ds, scale, rows, of_rows, of_cols, d, GROUP)),
-        (compute_ds, (1, ring, ds, scale, rows, of_rows, of_cols, d, GROUP)),
-        (copy_features, (x, y, ring, row_start, col_start, m, gl.cdiv(n, B), d, 1, GROUP)),
-    ], [4, 1], [COMPUTING, COPYING])
+    of_rows = (rows, row_upstream, row_stride, row_extremes + row_extremes_stride)
+    of_cols = (n, col_upstream, col_stride)
+    numbers = (gl.load(scale), d)
+    gl.warp_specialize(
+        [
+            (compute_ds, (0, ring, ds, of_rows, of_cols, numbers, GROUP)),
+            (compute_ds, (1, ring, ds, of_rows, of_cols, numbers, GROUP)),
+            (copy_features, (x, y, ring, row_start, col_start, m, gl.cdiv(n, B), d, 1, GROUP)),
+        ],
+        [4, 1],
+        [COMPUTING, COPYING],
+    )
 
 
 @gluon.jit
-def compute_ds(WARPS: gl.constexpr, ring, ds, scale, rows, of_rows, of_cols, d, GROUP: gl.constexpr):
-    acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, B, 16])
-    row_upstream, row_stride, references = of_rows
-    col_upstream, col_stride, n = of_cols
-    m = rows.size
-    col_tiles = gl.cdiv(n, B)
+def compute_ds(WARPS: gl.constexpr, ring, ds, of_rows, of_cols, numbers, GROUP: gl.constexpr):
+    """dS of one group of warps."""
+    rows, row_upstream, row_stride, references = of_rows
+    n, col_upstream, col_stride = of_cols
+    scale, d = numbers
+    m, col_tiles = rows.size, gl.cdiv(n, B)
     out = gl.allocate_shared_memory(ds.dtype, ds.block_shape, ds.layout)
-    tile = 0
     for item in range(gl.program_id(0), items(m, col_tiles, 1), gl.num_programs(0)):
+        # Loads take their time during the other group's products. The columns' numbers would take
+        # 64 registers of each thread as it needs them later, and 2 as loaded here.
         ti, tj, _ = place(item, WARPS, m, col_tiles, 1, GROUP)
-        acc = products(ring, tile, d, WARPS)
-        tile += 1
-        i = ti * B + gl.arange(0, B, gl.SliceLayout(1, acc_layout))
-        j = tj * B + gl.arange(0, B, gl.SliceLayout(0, acc_layout))
+        i, j = ti * B + gl.arange(0, B, ROW_LAYOUT), tj * B + gl.arange(0, B, FLAT_LAYOUT)
         reference = gl.load(references + ti)
         row_weight = shared_weights(row_upstream, row_stride, i, m, reference)
         col_weight = None
         if col_upstream is not None:
             col_weight = shared_weights(col_upstream, col_stride, j, n, reference)
+        acc = products(ring, item // gl.num_programs(0), d, WARPS)
+        if col_upstream is not None:
+            col_weight = gl.convert_layout(col_weight, COL_LAYOUT)
         e = unmasked_ds(acc, scale, reference, row_weight, col_weight, rows, i).to(ds.dtype)
         tma.store_wait(0)  # for the tile before to be read
         out.store(e)

@@ -63,10 +63,13 @@ class Kernel:
             case for constants, from the attributes of `block` instead.
     """
 
-    jit: Callable[..., Any] = staticmethod(triton.jit)
-
-    def __init__(self, function: Callable[..., None], shared: Sequence[str] = ()) -> None:
-        self.jitted: Any = self.jit(do_not_specialize=VARYING)(function)
+    def __init__(
+        self,
+        function: Callable[..., None],
+        shared: Sequence[str] = (),
+        jit: Callable[..., Any] = triton.jit,
+    ) -> None:
+        self.jitted: Any = jit(do_not_specialize=VARYING)(function)
         self.launch: Callable[..., None] = _launch_by_name(function, shared, self._launch)
         self._compiled: dict[tuple[Any, ...], Any] = {}
 

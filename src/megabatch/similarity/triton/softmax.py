@@ -55,7 +55,6 @@ from megabatch.similarity.triton.tiles import (
     BlockSide,
     clamped_references,
     finite,
-    largest_reference,
     load_partials,
     load_sum,
     logits_tile,
@@ -153,18 +152,20 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
         group_rows = config.rows * TILE
         groups, tiles = cdiv(m, group_rows), cdiv(n, TILE)
         references, group_references = self._empty(groups * group_rows), self._empty(groups)
+        tile_references = self._empty(groups * config.rows)
         row_sums, col_sums = self._empty(tiles, m), self._empty(groups, n)
         guide_cols = None if self._guide is None else self._guide.y
         reference.launch(
-            groups * config.rows, block, out=references, cols=self.y, cols_stride=self.y.stride(0),
+            groups * config.rows, block, out=references, largest_of_tile=tile_references,
+            cols=self.y, cols_stride=self.y.stride(0),
             guide_cols=guide_cols,
             guide_cols_stride=0 if guide_cols is None else guide_cols.stride(0),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         sums = {
-            "references": references, "group_references": group_references, "row_sums": row_sums,
-            "col_sums": col_sums, "ROW_TILES": config.rows, "GROUP": config.group,
-            "COLS": triangle or cols is not None,
+            "references": references, "tile_references": tile_references,
+            "group_references": group_references, "row_sums": row_sums, "col_sums": col_sums,
+            "ROW_TILES": config.rows, "GROUP": config.group, "COLS": triangle or cols is not None,
         }  # fmt: skip
         for first, count, even in by_last_tile(n):
             if even and not triangle and hopper.takes(self.x, block, cdiv(groups, 2) * count):
@@ -228,16 +229,16 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
 
 @block_kernel
 def reference(
-    x, cols, cols_stride, scale, out, row_ids, col_ids, ceiling, guide_x, guide_cols,
-    guide_cols_stride, guide_d, row_start, col_start, m, n, d, diagonal_offset,
+    x, cols, cols_stride, scale, out, largest_of_tile, row_ids, col_ids, ceiling, guide_x,
+    guide_cols, guide_cols_stride, guide_d, row_start, col_start, m, n, d, diagonal_offset,
     BK: tl.constexpr, DIAGONAL: tl.constexpr, GUIDE_BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = row i's largest logit among B columns spread over the block, in log2, minus 20.
 
-    Only negatives count: a positive far above them would push the sum of the negatives out of
-    range. Rows past m get +inf, so their exponentials are 0. Subtracting 20 centres the sums in
-    float32's range: a column's sum is relative to the largest reference of a group of rows, so it
-    tends to be small.
+    largest_of_tile: the largest of each B rows. Only negatives count: a positive far above them
+    would push the sum of the negatives out of range. Rows past m get +inf, so their exponentials
+    are 0. Subtracting 20 centres the sums in float32's range: a column's sum is relative to the
+    largest reference of a group of rows, so it tends to be small.
     """
     i0 = tl.program_id(0) * B
     i = i0 + tl.arange(0, B)
@@ -262,6 +263,8 @@ def reference(
     largest = tl.max(tl.where(present, s * LOG2E, float("-inf")), 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
+    of_tile = tl.max(tl.where(i < m, largest, float("-inf")), 0)
+    tl.store(largest_of_tile + tl.program_id(0), of_tile)
 
 
 @triton.jit
@@ -278,7 +281,7 @@ def _spread_logits(x, at, i0, present, d, BK: tl.constexpr):
 
 @block_kernel
 def unmasked_tiles(
-    x, y, scale, references, group_references, row_sums, col_sums,
+    x, y, scale, references, tile_references, group_references, row_sums, col_sums,
     row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling, guide_x, guide_y, guide_d,
     row_start, col_start, m, n, d, first_col_tile, col_tiles, diagonal_offset,
     BK: tl.constexpr, ROW_TILES: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr,
@@ -298,9 +301,10 @@ def unmasked_tiles(
     if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
         if tj < group * ROW_TILES:
             return
+    factor = tl.load(scale)
     j = tj * B + tl.arange(0, B)
-    group_rows = group * (ROW_TILES * B) + tl.arange(0, ROW_TILES * B)
-    group_reference = largest_reference(references, group_rows)
+    of_tiles = tl.load(tile_references + group * ROW_TILES + tl.arange(0, ROW_TILES))
+    group_reference = tl.max(of_tiles, 0)
     tl.store(group_references + group, group_reference)  # all programs of a group write the same
     # The columns' sums stay spread over the threads until all row tiles are in: reducing each tile
     # across a warp costs 4% of the kernel.
@@ -311,7 +315,7 @@ def unmasked_tiles(
         acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
         own = clamped_references(references, i, group_reference)
         e = unmasked_exponentials(
-            acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL
+            acc, factor, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL
         )  # fmt: skip
         if not EVEN_N:
             e = tl.where((j < n)[None, :], e, 0.0)
@@ -571,7 +575,7 @@ def unmasked_gradients(
     col_weight = None
     if col_upstream is not None:
         col_weight = shared_weights(col_upstream, col_stride, j, n, reference)
-    e = unmasked_ds(acc, scale, reference, row_weight, col_weight, rows, i).to(ds.dtype)
+    e = unmasked_ds(acc, tl.load(scale), reference, row_weight, col_weight, rows, i).to(ds.dtype)
     ds.store([ti * B, tj * B], e)
     if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
         if ti < tj:

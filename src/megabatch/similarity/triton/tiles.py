@@ -177,13 +177,6 @@ def needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
-def largest_reference(references, i):
-    """Largest reference of rows i; rows past the end have +inf and do not count."""
-    own = tl.load(references + i)
-    return tl.max(tl.where(own == float("inf"), float("-inf"), own), 0)
-
-
-@triton.jit
 def clamped_references(references, i, group_reference):
     """References of rows, raised if far below their group's: the columns' weights would vanish."""
     return tl.maximum(tl.load(references + i), group_reference - 100.0)
@@ -197,7 +190,6 @@ def unmasked_exponentials(
 
     own: the references of its rows i.
     """
-    factor = tl.load(scale)
     shift = own
     if DIAGONAL != 0 or rows.ranges is not None:
         last = tl.cdiv(rows.size, B) - 1  # the last group may reach past the last row tile
@@ -205,8 +197,8 @@ def unmasked_exponentials(
         shift = tl.where(skipped, float("inf"), own)
     if rows.ceiling is not None and rows.guide is None:
         highest = tl.load(rows.ceiling + i, mask=i < rows.size, other=0.0)
-        acc = tl.where(acc * factor > highest[:, None], float("-inf"), acc)
-    e = tl.exp2(acc * (factor * LOG2E) - shift[:, None])
+        acc = tl.where(acc * scale > highest[:, None], float("-inf"), acc)
+    e = tl.exp2(acc * (scale * LOG2E) - shift[:, None])
     if rows.ceiling is not None:  # a scale of 0 turns -inf into NaN, a negative one into +inf
         e = tl.where(acc == float("-inf"), 0.0, e)
     return e
@@ -237,8 +229,7 @@ def unmasked_ds(acc, scale, reference, row_weight, col_weight, rows, i):
 
     col_weight: None if the columns have no upstream.
     """
-    factor = tl.load(scale)
-    e = tl.exp2(acc * (factor * LOG2E) - reference)
+    e = tl.exp2(acc * (scale * LOG2E) - reference)
     if col_weight is not None:
         e = e * (row_weight[:, None] + col_weight[None, :])
     else:
@@ -247,7 +238,7 @@ def unmasked_ds(acc, scale, reference, row_weight, col_weight, rows, i):
         e = tl.where(acc == float("-inf"), 0.0, e)
     elif rows.ceiling is not None:
         highest = tl.load(rows.ceiling + i, mask=i < rows.size, other=0.0)
-        e = tl.where(acc * factor > highest[:, None], 0.0, e)
+        e = tl.where(acc * scale > highest[:, None], 0.0, e)
     return e
 
 
