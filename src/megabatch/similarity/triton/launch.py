@@ -32,8 +32,8 @@ PURPOSES = {
     "arguments: with a grid of three, on the current stream, with all arguments and constants",
 }
 #: Versions whose compiled kernels have been launched directly on a GPU. To add one, run
-#: `pytest -m gpu tests/similarity/triton/test_launch.py` with it. With other versions all
-#: launches go through Triton.
+#: `pytest -m gpu tests/similarity/triton` with it, on a Hopper GPU too: `hopper` is for these
+#: versions alone. With other versions all launches go through Triton.
 TESTED = ("3.6",)
 
 #: Arguments that no kernel is specialised to, by name: numbers that change from block to block.
