@@ -77,7 +77,7 @@ def test_what_they_take(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     case: dict[str, Any] = {"item": 2, "is_cuda": True, "capability": (9, 0), "past_binding": True}
     case |= {"bk": 64, "guide_x": None, "items": 132} | changed
     monkeypatch.setattr(hopper, "capability", lambda device: case["capability"])
-    monkeypatch.setattr(hopper, "programs", lambda device: 132)
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(hopper, "past_binding", case["past_binding"])
     x: Any = SimpleNamespace(is_cuda=case["is_cuda"], device=0, element_size=lambda: case["item"])
     block: Any = SimpleNamespace(bk=case["bk"], guide_x=case["guide_x"])

@@ -47,6 +47,7 @@ from megabatch.similarity.triton.tiles import (
     B,
     BlockSide,
     clamped_references,
+    group_reference,
     shared_weights,
     spread_col_sums,
     swizzle,
@@ -60,6 +61,9 @@ store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 #: Features of a step of the products; stages of both sides' features, as many as fit.
 BK, FORWARD_STAGES, BACKWARD_STAGES = gl.constexpr(64), gl.constexpr(6), gl.constexpr(5)
+#: Programs of a launch for each multiprocessor, one after another. With one, a launch would take
+#: twice as long as soon as a transfer between GPUs held a few multiprocessors.
+WAVES = 2
 #: Registers of a thread that computes and of one that copies.
 COMPUTING, COPYING = gl.constexpr(232), gl.constexpr(24)
 #: How a group of warps holds a tile of products, a number for each row and for each column of it,
@@ -88,14 +92,19 @@ def takes(x: Tensor, block: Block, items: int) -> bool:
         and capability(x.device) == (9, 0)
         and block.bk == BK.value
         and block.guide_x is None
-        and items >= programs(x.device)
+        and items >= multiprocessors(x.device)
     )
 
 
 @functools.cache
-def programs(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; one program fits on each."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs(x: Tensor, items: int) -> int:
+    """How many programs to launch for so many items."""
+    return min(items, WAVES * multiprocessors(x.device))
 
 
 class GluonKernel(Kernel):
@@ -216,7 +225,7 @@ def products(ring, tile, d, WARPS: gl.constexpr):
 
 @GluonKernel
 def unmasked_tiles(
-    x, y, scale, references, tile_references, group_references, row_sums, col_sums,
+    x, y, scale, references, group_references, row_sums, col_sums,
     row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling,
     row_start, col_start, m, n, d, col_tiles, diagonal_offset, ROW_TILES: gl.constexpr,
     GROUP: gl.constexpr, DIAGONAL: gl.constexpr, COLS: gl.constexpr,
@@ -226,7 +235,7 @@ def unmasked_tiles(
     rows = BlockSide(None, None, row_start, m, None, row_ranges, row_range_stride, ceiling)
     cols = BlockSide(None, None, col_start, n, None, col_ranges, col_range_stride, None)
     of_rows = (rows, references, row_sums)
-    of_cols = (cols, tile_references, group_references, col_sums)
+    of_cols = (cols, group_references, col_sums)
     numbers = (gl.load(scale), d, col_tiles, diagonal_offset)
     gl.warp_specialize(
         [
@@ -246,22 +255,21 @@ def compute_sums(
 ):  # fmt: skip
     """The sums of one group of warps."""
     rows, references, row_sums = of_rows
-    cols, tile_references, group_references, col_sums = of_cols
+    cols, group_references, col_sums = of_cols
     scale, d, col_tiles, diagonal_offset = numbers
     m = rows.size
     tile = 0
     for item in range(gl.program_id(0), items(m, col_tiles, ROW_TILES), gl.num_programs(0)):
         group, tj, count = place(item, WARPS, m, col_tiles, ROW_TILES, GROUP)
-        each: gl.constexpr = gl.BlockedLayout([ROW_TILES], [32], [4], [0])  # thread has all
-        tiles = group * ROW_TILES + gl.arange(0, ROW_TILES, each)
-        group_reference = gl.max(gl.load(tile_references + tiles), 0)
-        gl.store(group_references + group, group_reference)
+        each = gl.arange(0, ROW_TILES, gl.BlockedLayout([ROW_TILES], [32], [4], [0]))
+        largest = group_reference(references, group, each, m, ROW_TILES)
+        gl.store(group_references + group, largest)
         col_total = gl.zeros((32, B), gl.float32, SPREAD_LAYOUT)
         for r in range(count):
             # Loads take their time during the other group's products.
             ti = group * ROW_TILES + r
             i = ti * B + gl.arange(0, B, ROW_LAYOUT)
-            own = clamped_references(references, i, group_reference)
+            own = clamped_references(references, i, largest)
             acc = products(ring, tile, d, WARPS)
             tile += 1
             e = unmasked_exponentials(
@@ -269,7 +277,7 @@ def compute_sums(
             )  # fmt: skip
             gl.store(row_sums + tj.to(gl.int64) * m + i, gl.sum(e, 1), mask=i < m)
             if COLS:
-                part = spread_col_sums(e, own, group_reference)
+                part = spread_col_sums(e, own, largest)
                 col_total += gl.convert_layout(part, SPREAD_LAYOUT, assert_trivial=True)
         if COLS:
             j = tj * B + gl.arange(0, B, gl.SliceLayout(0, SPREAD_LAYOUT))

@@ -55,6 +55,7 @@ from megabatch.similarity.triton.tiles import (
     BlockSide,
     clamped_references,
     finite,
+    group_reference,
     load_partials,
     load_sum,
     logits_tile,
@@ -151,27 +152,27 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
         triangle = self.symmetric and i == j
         group_rows = config.rows * TILE
         groups, tiles = cdiv(m, group_rows), cdiv(n, TILE)
-        references, group_references = self._empty(groups * group_rows), self._empty(groups)
-        tile_references = self._empty(groups * config.rows)
+        references = self._empty(groups * (group_rows + config.rows))  # of rows, of row tiles
+        group_references = self._empty(groups)
         row_sums, col_sums = self._empty(tiles, m), self._empty(groups, n)
         guide_cols = None if self._guide is None else self._guide.y
         reference.launch(
-            groups * config.rows, block, out=references, largest_of_tile=tile_references,
-            cols=self.y, cols_stride=self.y.stride(0),
+            groups * config.rows, block, out=references, cols=self.y, cols_stride=self.y.stride(0),
             guide_cols=guide_cols,
             guide_cols_stride=0 if guide_cols is None else guide_cols.stride(0),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
         sums = {
-            "references": references, "tile_references": tile_references,
-            "group_references": group_references, "row_sums": row_sums, "col_sums": col_sums,
-            "ROW_TILES": config.rows, "GROUP": config.group, "COLS": triangle or cols is not None,
+            "references": references, "group_references": group_references, "row_sums": row_sums,
+            "col_sums": col_sums, "ROW_TILES": config.rows, "GROUP": config.group,
+            "COLS": triangle or cols is not None,
         }  # fmt: skip
         for first, count, even in by_last_tile(n):
-            if even and not triangle and hopper.takes(self.x, block, cdiv(groups, 2) * count):
+            items = cdiv(groups, 2) * count
+            if even and not triangle and hopper.takes(self.x, block, items):
                 hopper.unmasked_tiles.launch(
-                    hopper.programs(self.x.device), block, **sums, col_tiles=count
-                )  # fmt: skip
+                    hopper.programs(self.x, items), block, **sums, col_tiles=count
+                )
             else:
                 unmasked_tiles.launch(
                     groups * count, block, **sums, first_col_tile=first, col_tiles=count,
@@ -204,21 +205,19 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
         block.set_upstreams(rows and rows.view(i), cols and cols.view(j))
         tiles, col_tiles = cdiv(block.m, TILE), cdiv(block.n, TILE)
         triangle = self.symmetric and i == j
-        whole = new_descriptor(ds, TILE)
-        if rows is None:
-            pass
-        elif not triangle and hopper.takes(self.x, block, cdiv(tiles, 2) * col_tiles):
+        out, items = new_descriptor(ds, TILE), cdiv(tiles, 2) * col_tiles
+        if rows is not None and not triangle and hopper.takes(self.x, block, items):
             hopper.unmasked_gradients.launch(
-                hopper.programs(self.x.device), block, ds=whole, GROUP=cdiv(config.group, 2)
-            )  # fmt: skip
-        else:
+                hopper.programs(self.x, items), block, ds=out, GROUP=cdiv(config.group, 2)
+            )
+        elif rows is not None:
             unmasked_gradients.launch(
-                tiles * col_tiles, block, ds=whole, GROUP=config.group, TRIANGLE=triangle,
+                tiles * col_tiles, block, ds=out, GROUP=config.group, TRIANGLE=triangle,
                 num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = 1 if rows is None else 64
         masked_gradients.launch(
-            cdiv(tiles * col_tiles, chunk), block, ds=whole, CHUNK=chunk,
+            cdiv(tiles * col_tiles, chunk), block, ds=out, CHUNK=chunk,
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
         return ds
@@ -229,13 +228,13 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
 
 @block_kernel
 def reference(
-    x, cols, cols_stride, scale, out, largest_of_tile, row_ids, col_ids, ceiling, guide_x,
-    guide_cols, guide_cols_stride, guide_d, row_start, col_start, m, n, d, diagonal_offset,
+    x, cols, cols_stride, scale, out, row_ids, col_ids, ceiling, guide_x, guide_cols,
+    guide_cols_stride, guide_d, row_start, col_start, m, n, d, diagonal_offset,
     BK: tl.constexpr, DIAGONAL: tl.constexpr, GUIDE_BK: tl.constexpr,
 ):  # fmt: skip
     """out[i] = row i's largest logit among B columns spread over the block, in log2, minus 20.
 
-    largest_of_tile: the largest of each B rows. Only negatives count: a positive far above them
+    After the rows come the largest of each B rows. Only negatives count: a positive far above them
     would push the sum of the negatives out of range. Rows past m get +inf, so their exponentials
     are 0. Subtracting 20 centres the sums in float32's range: a column's sum is relative to the
     largest reference of a group of rows, so it tends to be small.
@@ -264,7 +263,7 @@ def reference(
     largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
     of_tile = tl.max(tl.where(i < m, largest, float("-inf")), 0)
-    tl.store(largest_of_tile + tl.program_id(0), of_tile)
+    tl.store(out + tl.num_programs(0) * B + tl.program_id(0), of_tile)
 
 
 @triton.jit
@@ -281,7 +280,7 @@ def _spread_logits(x, at, i0, present, d, BK: tl.constexpr):
 
 @block_kernel
 def unmasked_tiles(
-    x, y, scale, references, tile_references, group_references, row_sums, col_sums,
+    x, y, scale, references, group_references, row_sums, col_sums,
     row_ranges, row_range_stride, col_ranges, col_range_stride, ceiling, guide_x, guide_y, guide_d,
     row_start, col_start, m, n, d, first_col_tile, col_tiles, diagonal_offset,
     BK: tl.constexpr, ROW_TILES: tl.constexpr, GROUP: tl.constexpr, DIAGONAL: tl.constexpr,
@@ -303,9 +302,8 @@ def unmasked_tiles(
             return
     factor = tl.load(scale)
     j = tj * B + tl.arange(0, B)
-    of_tiles = tl.load(tile_references + group * ROW_TILES + tl.arange(0, ROW_TILES))
-    group_reference = tl.max(of_tiles, 0)
-    tl.store(group_references + group, group_reference)  # all programs of a group write the same
+    largest = group_reference(references, group, tl.arange(0, ROW_TILES), m, ROW_TILES)
+    tl.store(group_references + group, largest)  # all programs of a group write the same
     # The columns' sums stay spread over the threads until all row tiles are in: reducing each tile
     # across a warp costs 4% of the kernel.
     col_total = tl.zeros((32, B), tl.float32)
@@ -313,7 +311,7 @@ def unmasked_tiles(
         ti = group * ROW_TILES + r
         i = ti * B + tl.arange(0, B)
         acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
-        own = clamped_references(references, i, group_reference)
+        own = clamped_references(references, i, largest)
         e = unmasked_exponentials(
             acc, factor, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL
         )  # fmt: skip
@@ -321,7 +319,7 @@ def unmasked_tiles(
             e = tl.where((j < n)[None, :], e, 0.0)
         tl.store(row_sums + tj.to(tl.int64) * m + i, tl.sum(e, 1), mask=i < m)
         if COLS:
-            col_total += spread_col_sums(e, own, group_reference)
+            col_total += spread_col_sums(e, own, largest)
     if COLS:
         tl.store(col_sums + group.to(tl.int64) * n + j, tl.sum(col_total, 0), mask=j < n)
 

@@ -177,9 +177,17 @@ def needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
-def clamped_references(references, i, group_reference):
+def group_reference(references, group, each, m, ROW_TILES: tl.constexpr):
+    """Largest reference of a group of rows; `each`: its row tiles, 0 to ROW_TILES."""
+    group_rows = ROW_TILES * B
+    of_tiles = references + tl.cdiv(m, group_rows) * group_rows  # they follow those of the rows
+    return tl.max(tl.load(of_tiles + group * ROW_TILES + each), 0)
+
+
+@triton.jit
+def clamped_references(references, i, largest):
     """References of rows, raised if far below their group's: the columns' weights would vanish."""
-    return tl.maximum(tl.load(references + i), group_reference - 100.0)
+    return tl.maximum(tl.load(references + i), largest - 100.0)
 
 
 @triton.jit
@@ -205,12 +213,12 @@ def unmasked_exponentials(
 
 
 @triton.jit
-def spread_col_sums(e, own, group_reference):
+def spread_col_sums(e, own, largest):
     """Sums of columns, (32, B), still spread over the threads: each adds up its own exponentials.
 
-    own: the rows' references, to which e is relative; the sums are relative to their group's.
+    own: the rows' references, to which e is relative; the sums are relative to the group's largest.
     """
-    e = e * tl.exp2(tl.minimum(own - group_reference, 0.0))[:, None]
+    e = e * tl.exp2(tl.minimum(own - largest, 0.0))[:, None]
     spread = tl.reshape(e, (B // 64, 4, 2, 8, B))
     return tl.reshape(tl.sum(tl.sum(spread, 2), 0), (32, B))
 
