@@ -1,21 +1,20 @@
 """Kernels of the softmax losses' tiles for Hopper GPUs, in Gluon, which comes with Triton.
 
 They take the places of `softmax.unmasked_tiles` and `softmax.unmasked_gradients`, with the same
-arguments and the same arithmetic (`tiles`). Only the products are made in another way: one program
-for each multiprocessor, in which one warp copies features and two groups of four warps take turns.
-While one group's products are in the tensor cores, the other computes exponentials and stores.
+arithmetic (`tiles`). Only the products are made in another way. One program fills a multiprocessor:
+one warp copies features, and two groups of four warps take turns. While the tensor cores multiply
+for one group, the other computes exponentials and stores.
 
 A program goes over items: a column tile and two neighbouring groups of ROW_TILES row tiles, one for
 each group of warps (of an odd number of groups of rows, both take the last). So the tiles of the
-two alternate strictly, and all three parties number the steps of the products alike. A barrier is
-waited for by the parity of its phase, which is right only for a party less than two phases behind
-or ahead of it:
+two alternate strictly, and all three parties number the steps of the products alike. A wait for a
+barrier names only the parity of a phase, so no party may be a whole phase ahead of the barrier:
 
 - A group starts on a tile when the other has issued all products of the tile before (`turn`), hence
-  has waited for all copies until then. The other cannot start on the next tile before.
+  has waited for all copies until then. The other cannot start on its next tile before.
 - The copying warp fills a stage anew when the products that read it are done (`empty`).
 
-No party waits for a later step than its own, so none waits for ever.
+No party waits for a step after its own, so none waits for ever.
 """
 
 from __future__ import annotations
