@@ -46,12 +46,12 @@ from megabatch.similarity.triton.tiles import (
     B,
     BlockSide,
     clamped_references,
+    exponentials,
     group_reference,
     shared_weights,
     spread_col_sums,
     swizzle,
     unmasked_ds,
-    unmasked_exponentials,
 )
 
 # Triton 3.9 has other names for the copies.
@@ -70,15 +70,10 @@ COMPUTING, COPYING = gl.constexpr(232), gl.constexpr(24)
 ACC_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16]))
 ROW_LAYOUT = gl.constexpr(gl.SliceLayout(1, ACC_LAYOUT.value))
 COL_LAYOUT = gl.constexpr(gl.SliceLayout(0, ACC_LAYOUT.value))
-SPREAD_LAYOUT = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]],
-        [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0]],
-        [],
-        [32, TILE],
-    )
-)
+SPREAD_LAYOUT = gl.constexpr(gl.DistributedLinearLayout(
+    [[0, 1], [0, 8], [0, 16], [0, 32], [0, 64]], [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]],
+    [[8, 0], [16, 0]], [], [32, TILE],
+))  # fmt: skip
 FLAT_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
@@ -117,15 +112,13 @@ class GluonKernel(Kernel):
         return super()._bind(programs, tuple(map(_with_layout, arguments)), *rest)
 
 
-def _with_layout(argument: Any) -> Any:
+def _with_layout(a: Any) -> Any:
     """Gluon's descriptor for Triton's; other arguments as they are."""
-    if type(argument) is not TensorDescriptor:
-        return argument
-    dtype = gl.float16 if argument.base.dtype == torch.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(argument.block_shape, dtype)
-    return GluonDescriptor(
-        argument.base, argument.shape, argument.strides, argument.block_shape, layout
-    )
+    if type(a) is not TensorDescriptor:
+        return a
+    dtype = gl.float16 if a.base.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for(a.block_shape, dtype)
+    return GluonDescriptor(a.base, a.shape, a.strides, a.block_shape, layout)
 
 
 # --- the three parties ----------------------------------------------------------------------------
@@ -159,12 +152,6 @@ def new_ring(x, y, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def items(m, col_tiles, ROW_TILES: gl.constexpr):
-    """How many there are."""
-    return gl.cdiv(m, 2 * ROW_TILES * B) * col_tiles
-
-
-@gluon.jit
 def place(item, warps, m, col_tiles, ROW_TILES: gl.constexpr, GROUP: gl.constexpr):
     """(group of rows, column tile, row tiles) of a group of warps in an item."""
     groups = gl.cdiv(m, ROW_TILES * B)
@@ -179,8 +166,9 @@ def copy_features(
 ):
     """Copy the features of all tiles, step by step, in the order of the products."""
     STAGES: gl.constexpr = ring.x.shape[0]
+    items = gl.cdiv(m, 2 * ROW_TILES * B) * col_tiles
     step = 0
-    for item in range(gl.program_id(0), items(m, col_tiles, ROW_TILES), gl.num_programs(0)):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
         _, tj, count = place(item, 0, m, col_tiles, ROW_TILES, GROUP)
         for r in range(count):
             for warps in gl.static_range(2):
@@ -233,18 +221,13 @@ def unmasked_tiles(
     ring = new_ring(x, y, FORWARD_STAGES)
     rows = BlockSide(None, None, row_start, m, None, row_ranges, row_range_stride, ceiling)
     cols = BlockSide(None, None, col_start, n, None, col_ranges, col_range_stride, None)
-    of_rows = (rows, references, row_sums)
-    of_cols = (cols, group_references, col_sums)
+    of_rows, of_cols = (rows, references, row_sums), (cols, group_references, col_sums)
     numbers = (gl.load(scale), d, col_tiles, diagonal_offset)
-    gl.warp_specialize(
-        [
-            (compute_sums, (0, ring, of_rows, of_cols, numbers, ROW_TILES, GROUP, DIAGONAL, COLS)),
-            (compute_sums, (1, ring, of_rows, of_cols, numbers, ROW_TILES, GROUP, DIAGONAL, COLS)),
-            (copy_features, (x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES, GROUP)),
-        ],
-        [4, 1],
-        [COMPUTING, COPYING],
-    )
+    gl.warp_specialize([
+        (compute_sums, (0, ring, of_rows, of_cols, numbers, ROW_TILES, GROUP, DIAGONAL, COLS)),
+        (compute_sums, (1, ring, of_rows, of_cols, numbers, ROW_TILES, GROUP, DIAGONAL, COLS)),
+        (copy_features, (x, y, ring, row_start, col_start, m, col_tiles, d, ROW_TILES, GROUP)),
+    ], [4, 1], [COMPUTING, COPYING])  # fmt: skip
 
 
 @gluon.jit
@@ -257,8 +240,9 @@ def compute_sums(
     cols, group_references, col_sums = of_cols
     scale, d, col_tiles, diagonal_offset = numbers
     m = rows.size
+    items = gl.cdiv(m, 2 * ROW_TILES * B) * col_tiles
     tile = 0
-    for item in range(gl.program_id(0), items(m, col_tiles, ROW_TILES), gl.num_programs(0)):
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
         group, tj, count = place(item, WARPS, m, col_tiles, ROW_TILES, GROUP)
         each = gl.arange(0, ROW_TILES, gl.BlockedLayout([ROW_TILES], [32], [4], [0]))
         largest = group_reference(references, group, each, m, ROW_TILES)
@@ -271,9 +255,7 @@ def compute_sums(
             own = clamped_references(references, i, largest)
             acc = products(ring, tile, d, WARPS)
             tile += 1
-            e = unmasked_exponentials(
-                acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL
-            )  # fmt: skip
+            e = exponentials(acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL)
             gl.store(row_sums + tj.to(gl.int64) * m + i, gl.sum(e, 1), mask=i < m)
             if COLS:
                 part = spread_col_sums(e, own, largest)
@@ -297,15 +279,11 @@ def unmasked_gradients(
     of_rows = (rows, row_upstream, row_stride, row_extremes + row_extremes_stride)
     of_cols = (n, col_upstream, col_stride)
     numbers = (gl.load(scale), d)
-    gl.warp_specialize(
-        [
-            (compute_ds, (0, ring, ds, of_rows, of_cols, numbers, GROUP)),
-            (compute_ds, (1, ring, ds, of_rows, of_cols, numbers, GROUP)),
-            (copy_features, (x, y, ring, row_start, col_start, m, gl.cdiv(n, B), d, 1, GROUP)),
-        ],
-        [4, 1],
-        [COMPUTING, COPYING],
-    )
+    gl.warp_specialize([
+        (compute_ds, (0, ring, ds, of_rows, of_cols, numbers, GROUP)),
+        (compute_ds, (1, ring, ds, of_rows, of_cols, numbers, GROUP)),
+        (copy_features, (x, y, ring, row_start, col_start, m, gl.cdiv(n, B), d, 1, GROUP)),
+    ], [4, 1], [COMPUTING, COPYING])  # fmt: skip
 
 
 @gluon.jit
@@ -316,9 +294,8 @@ def compute_ds(WARPS: gl.constexpr, ring, ds, of_rows, of_cols, numbers, GROUP: 
     scale, d = numbers
     m, col_tiles = rows.size, gl.cdiv(n, B)
     out = gl.allocate_shared_memory(ds.dtype, ds.block_shape, ds.layout)
-    for item in range(gl.program_id(0), items(m, col_tiles, 1), gl.num_programs(0)):
-        # Loads take their time during the other group's products. The columns' numbers would take
-        # 64 registers of each thread as it needs them later, and 2 as loaded here.
+    for item in range(gl.program_id(0), gl.cdiv(m, 2 * B) * col_tiles, gl.num_programs(0)):
+        # Loads take their time during the other group's products, and one column's per thread.
         ti, tj, _ = place(item, WARPS, m, col_tiles, 1, GROUP)
         i, j = ti * B + gl.arange(0, B, ROW_LAYOUT), tj * B + gl.arange(0, B, FLAT_LAYOUT)
         reference = gl.load(references + ti)

@@ -54,6 +54,7 @@ from megabatch.similarity.triton.tiles import (
     B,
     BlockSide,
     clamped_references,
+    exponentials,
     finite,
     group_reference,
     load_partials,
@@ -68,7 +69,6 @@ from megabatch.similarity.triton.tiles import (
     swizzle,
     to_logsumexp,
     unmasked_ds,
-    unmasked_exponentials,
     unmasked_logits,
 )
 
@@ -312,9 +312,7 @@ def unmasked_tiles(
         i = ti * B + tl.arange(0, B)
         acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
         own = clamped_references(references, i, largest)
-        e = unmasked_exponentials(
-            acc, factor, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL
-        )  # fmt: skip
+        e = exponentials(acc, factor, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL)
         if not EVEN_N:
             e = tl.where((j < n)[None, :], e, 0.0)
         tl.store(row_sums + tj.to(tl.int64) * m + i, tl.sum(e, 1), mask=i < m)

@@ -191,9 +191,7 @@ def clamped_references(references, i, largest):
 
 
 @triton.jit
-def unmasked_exponentials(
-    acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL: tl.constexpr
-):
+def exponentials(acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL: tl.constexpr):
     """2^(logit - reference) of tile (ti, tj), 0 if it needs masks, from its products.
 
     own: the references of its rows i.
