@@ -6,7 +6,7 @@ Forward:
 2. `unmasked_tiles` keeps a tile's logits in registers and takes one exponential each, which both
    sides share: row i's exponentials are relative to a reference of its own, and weighted by
    2^(row's reference - its row group's reference) they sum to the columns'. Tiles that need masks
-   (`tiles.needs_mask`) are left out.
+   (`tiles.needs_mask`) are left out. `hopper` has this one and `unmasked_gradients` once more.
 3. `combine_partials` adds the tiles' sums to the running state, computes the tiles left out, with a
    running maximum, and recomputes the rows whose sums left float32's range.
 
