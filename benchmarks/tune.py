@@ -27,15 +27,15 @@ from megabatch.losses import ClipLoss
 from megabatch.similarity.triton import configs
 from megabatch.similarity.triton.configs import Config
 
-#: Values of each field, by kernel, in the order of the search.
-_FORWARD = {
-    "rows": (1, 2, 4, 8, 16),
+#: Values of each field, by kernel, in the order of the search. Those of
+#: `megabatch.similarity.triton.hopper` have stages and warps of their own.
+_BACKWARD = {
     "group": (1, 2, 4, 8, 16, 32, 64),
     "stages": (1, 2, 3, 4, 5),
     "warps": (4, 8),
     "bk": (32, 64, 128),
 }
-VALUES = {"forward": _FORWARD, "backward": _FORWARD | {"split": (1, 2)}}
+VALUES = {"forward": {"rows": (1, 2, 4, 8, 16)} | _BACKWARD, "backward": _BACKWARD}
 SECONDS = 0.15
 #: Relative gains below this are noise.
 GAIN = 0.005

@@ -16,8 +16,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from megabatch.similarity.triton import blocks, paired, sigmoid, soft_targets, softmax
+from megabatch.similarity.triton import blocks, hopper, paired, sigmoid, soft_targets, softmax
 
 TYPES = (
     dict.fromkeys(("row_ids", "col_ids", "row_ranges", "col_ranges"), "*i64")
@@ -31,7 +33,7 @@ TYPES = (
 )
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
 #: Constants, and arguments that are None, of those kernels that have them.
-TILE = {"BK": 64, "ROW_TILES": 1, "GROUP": 32, "SPLIT": 1, "EVEN_N": True, "TRIANGLE": False}
+TILE = {"BK": 64, "ROW_TILES": 1, "GROUP": 32, "EVEN_N": True, "TRIANGLE": False}
 TILE |= {"CHUNK": 64, "ALL": False, "COLS": True, "GROUP_ROWS": 1024, "HAS_POSITIVES": True}
 TILE |= {"DIAGONAL": 2, "PAIRED": False, "GAIN": 1.0, "GUIDE_BK": 64, "COL_TILES": 8, "EVEN": True}
 NO_IDS = dict.fromkeys(("row_ids", "row_ranges", "col_ids", "col_ranges"))
@@ -56,6 +58,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "combine": (softmax.combine_partials, "bf16", 8, GUIDED | HALF),
     "clip, guided, ds": (softmax.unmasked_gradients, "bf16", 4, GUIDED),
     "guided, masked ds": (softmax.masked_gradients, "bf16", 8, GUIDED),
+    "clip, hopper": (hopper.unmasked_tiles, "bf16", 4, PLAIN | LONG),
+    "clip, ds, hopper": (hopper.unmasked_gradients, "fp16", 4, PLAIN),
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
@@ -70,9 +74,10 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     kernel, dtype, warps, constants = KERNELS[name]
     names = kernel.jitted.arg_names
     constants = {key: value for key, value in constants.items() if key in names}
-    box = f"tensordesc<{dtype}[128, {constants.get('BK', 64)}]>"
+    gluon = kernel.jitted.is_gluon()
+    box = descriptor(dtype, constants.get("BK", 64), gluon)
     types = TYPES | dict.fromkeys(("features", "out"), f"*{dtype}")
-    types |= {"ds": f"tensordesc<{dtype}[128, 128]>"}
+    types |= {"ds": descriptor(dtype, 128, gluon)}
     types |= dict.fromkeys(("x", "y", "guide_x", "guide_y"), box)
     types |= STACKS if name.startswith("pairs") else {}
     if name.startswith("targets"):
@@ -86,7 +91,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     }
     places = {(names.index(key),): value for key, value in constants.items()}
     made = triton.compile(
-        ASTSource(fn=kernel.jitted, signature=signature, constexprs=places, attrs=attributes),
+        (GluonASTSource if gluon else ASTSource)(kernel.jitted, signature, places, attributes),
         target=GPUTarget("cuda", capability, 32),
         # The defaults of `configs` for this generation.
         options={"num_warps": warps, "num_stages": 3}
@@ -94,6 +99,14 @@ def compiled(name: str, capability: int) -> dict[str, int]:
         else {"num_warps": max(warps, 8), "num_stages": 2},
     )
     return {"shared": made.metadata.shared} | registers(made.asm["cubin"])
+
+
+def descriptor(dtype: str, columns: int, gluon: bool) -> str:
+    """Triton's name of the type of a descriptor; Gluon's has a layout."""
+    if not gluon:
+        return f"tensordesc<{dtype}[128, {columns}]>"
+    layout = gl.NVMMASharedLayout.get_default_for([128, columns], gl.float16)
+    return f"tensordesc<{dtype}[128, {columns}],{layout!r}>"
 
 
 def registers(binary: bytes) -> dict[str, int]:

@@ -46,16 +46,15 @@ def test_warps_by_generation(generation: int, warps: int, monkeypatch: pytest.Mo
         assert configs.launch_config(kernel, x).stages == (3 if generation == 9 else 2)
 
 
-def test_packaged_configs_by_rows_and_width(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packaged_configs_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(configs, "capability", lambda device: (9, 0))
 
-    def packaged(kernel: str, rows: int, width: int) -> Config:
-        return configs.launch_config(kernel, Features(rows, width))  # type: ignore[arg-type]
+    def packaged(kernel: str, rows: int) -> Config:
+        return configs.launch_config(kernel, Features(rows, 512))  # type: ignore[arg-type]
 
-    assert packaged("forward", 8192, 512) == Config(rows=8, group=2)
-    assert packaged("forward", 8191, 512) == Config(rows=4, group=4)
-    assert packaged("backward", 4, 640) == Config(rows=8, group=2, split=2)
-    assert packaged("backward", 4, 641) == Config(group=32)
-    assert packaged("sigmoid", 4, 8) == Config(group=32)
-    assert packaged("soft_targets", 4, 8) == Config(group=32, warps=8)
-    assert packaged("soft_targets_backward", 4, 8) == Config(group=32, warps=8, stages=4)
+    assert packaged("forward", 8192) == Config(rows=8, group=2)
+    assert packaged("forward", 8191) == Config(rows=4, group=4)
+    assert packaged("backward", 4) == Config(group=32)
+    assert packaged("sigmoid", 4) == Config(group=32)
+    assert packaged("soft_targets", 4) == Config(group=32, warps=8)
+    assert packaged("soft_targets_backward", 4) == Config(group=32, warps=8, stages=4)

@@ -128,20 +128,20 @@ def test_a_guide(case: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("maker", "rows", "split", "workspace"),
+    ("maker", "rows", "workspace"),
     [  # blocks of 512, or one block
-        ("clustered", 2, 1, 512 << 10),
-        ("random", 1, 2, 512 << 20),
-        ("spread", 4, 1, 512 << 20),
-        ("random", None, 1, 512 << 20),
+        ("clustered", 2, 512 << 10),
+        ("random", 1, 512 << 20),
+        ("spread", 4, 512 << 20),
+        ("random", None, 512 << 20),
     ],
 )
 def test_self_similarity(
-    maker: str, rows: int | None, split: int, workspace: int, monkeypatch: pytest.MonkeyPatch
+    maker: str, rows: int | None, workspace: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lower triangle mirrors the upper: sums of rows serve columns, dS is stored twice."""
     if rows is not None:
-        one = Config(rows=rows, group=2, split=split, stages=2)
+        one = Config(rows=rows, group=2, stages=2)
         monkeypatch.setattr(configs, "overrides", {"forward": one, "backward": one})
     similarity.set_workspace(workspace)
     m = 2300 if GPU else 530 if workspace < 512 << 20 else 400

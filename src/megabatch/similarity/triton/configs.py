@@ -1,4 +1,4 @@
-"""Launch configurations of the kernels, by generation of GPUs, rows and width of the features.
+"""Launch configurations of the kernels, by generation of GPUs and rows of the features.
 
 No call tunes anything; `benchmarks/tune.py` searches for faster ones on a GPU.
 """
@@ -20,31 +20,27 @@ FEW_ROWS = 8192
 class Config:
     """The launch configuration of one kernel."""
 
-    rows: int = 1  #: row tiles per program, one after another
+    rows: int = 1  #: row tiles per program of the forward pass, one after another
     group: int = 8  #: programs' row tiles that stay in the L2 cache while columns pass
-    split: int = 1  #: pieces in which a tile of dS is stored: two take less shared memory
     bk: int = 64  #: features per step of a tile's product
     warps: int = 4
     stages: int = 3
 
 
-#: (kernel, generation of GPUs, whether rows are many, least width) of packaged configurations; 0:
-#: any. The first line that fits holds. Other GPUs than Hopper's (9) have not been measured.
+#: (kernel, generation of GPUs, whether rows are many) of packaged configurations; 0: any. The first
+#: line that fits holds. Other GPUs than Hopper's (9) have not been measured.
 PACKAGED = (
-    (("forward", 0, 1, 0), Config(rows=8, group=2)),
-    (("forward", 0, 0, 0), Config(rows=4, group=4)),
-    # The whole loss on one H200 at b = 65,536 with this and the next line: 46.4 against 47.3 ms at
-    # d = 768, 30.7 against 30.3 ms at d = 512.
-    (("backward", 9, 0, 641), Config(group=32)),
-    (("backward", 9, 0, 0), Config(rows=8, group=2, split=2)),
-    (("backward", 0, 0, 0), Config()),
-    (("sigmoid", 9, 0, 0), Config(group=32)),
-    (("sigmoid", 0, 0, 0), Config()),
+    (("forward", 0, 1), Config(rows=8, group=2)),
+    (("forward", 0, 0), Config(rows=4, group=4)),
+    (("backward", 9, 0), Config(group=32)),
+    (("backward", 0, 0), Config()),
+    (("sigmoid", 9, 0), Config(group=32)),
+    (("sigmoid", 0, 0), Config()),
     # The accumulators of two tiles take the registers of eight warps.
-    (("soft_targets", 9, 0, 0), Config(group=32, warps=8)),
-    (("soft_targets_backward", 9, 0, 0), Config(group=32, warps=8, stages=4)),
-    (("soft_targets", 0, 0, 0), Config(group=32, warps=8, bk=32)),  # 99 KiB of shared memory
-    (("soft_targets_backward", 0, 0, 0), Config(group=32, warps=8, bk=32)),
+    (("soft_targets", 9, 0), Config(group=32, warps=8)),
+    (("soft_targets_backward", 9, 0), Config(group=32, warps=8, stages=4)),
+    (("soft_targets", 0, 0), Config(group=32, warps=8, bk=32)),  # 99 KiB of shared memory
+    (("soft_targets_backward", 0, 0), Config(group=32, warps=8, bk=32)),
 )
 
 
@@ -57,15 +53,15 @@ def launch_config(kernel: str, x: torch.Tensor) -> Config:
     if kernel in overrides:
         return overrides[kernel]
     generation = capability(x.device)[0] if x.is_cuda else 0
-    return _packaged(kernel, generation, x.shape[0] >= FEW_ROWS, x.shape[1], x.element_size())
+    return _packaged(kernel, generation, x.shape[0] >= FEW_ROWS, x.element_size())
 
 
 @functools.cache  # a search of the table would take as long as the launch
-def _packaged(kernel: str, generation: int, many: bool, width: int, item: int) -> Config:
+def _packaged(kernel: str, generation: int, many: bool, item: int) -> Config:
     config = next(
         config
-        for (name, gpus, many_rows, least_width), config in PACKAGED
-        if name == kernel and gpus in (0, generation) and many >= many_rows and width >= least_width
+        for (name, gpus, many_rows), config in PACKAGED
+        if name == kernel and gpus in (0, generation) and many >= many_rows
     )
     if generation != 9:
         # Compiled for sm_80 and sm_89, 4 warps spill 0.5 to 1 kB a thread.

@@ -32,8 +32,8 @@ PURPOSES = {
     "arguments: with a grid of three, on the current stream, with all arguments and constants",
 }
 #: Versions whose compiled kernels have been launched directly on a GPU. To add one, run
-#: `pytest -m gpu tests/similarity/triton/test_launch.py` with it. With other versions all
-#: launches go through Triton.
+#: `pytest -m gpu tests/similarity/triton` with it, on a Hopper GPU too: `hopper` is for these
+#: versions alone. With other versions all launches go through Triton.
 TESTED = ("3.6",)
 
 #: Arguments that no kernel is specialised to, by name: numbers that change from block to block.
@@ -63,8 +63,13 @@ class Kernel:
             case for constants, from the attributes of `block` instead.
     """
 
-    def __init__(self, function: Callable[..., None], shared: Sequence[str] = ()) -> None:
-        self.jitted: Any = triton.jit(do_not_specialize=VARYING)(function)
+    def __init__(
+        self,
+        function: Callable[..., None],
+        shared: Sequence[str] = (),
+        jit: Callable[..., Any] = triton.jit,
+    ) -> None:
+        self.jitted: Any = jit(do_not_specialize=VARYING)(function)
         self.launch: Callable[..., None] = _launch_by_name(function, shared, self._launch)
         self._compiled: dict[tuple[Any, ...], Any] = {}
 

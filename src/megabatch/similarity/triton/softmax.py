@@ -6,7 +6,7 @@ Forward:
 2. `unmasked_tiles` keeps a tile's logits in registers and takes one exponential each, which both
    sides share: row i's exponentials are relative to a reference of its own, and weighted by
    2^(row's reference - its row group's reference) they sum to the columns'. Tiles that need masks
-   (`tiles.needs_mask`) are left out.
+   (`tiles.needs_mask`) are left out. `hopper` has this one and `unmasked_gradients` once more.
 3. `combine_partials` adds the tiles' sums to the running state, computes the tiles left out, with a
    running maximum, and recomputes the rows whose sums left float32's range.
 
@@ -36,6 +36,7 @@ from torch import Tensor
 from megabatch.similarity import states
 from megabatch.similarity.matrix import Matrix
 from megabatch.similarity.tiles import State, StateTiles
+from megabatch.similarity.triton import hopper
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import (
     KernelTiles,
@@ -52,17 +53,22 @@ from megabatch.similarity.triton.tiles import (
     LOG2E,
     B,
     BlockSide,
+    clamped_references,
+    exponentials,
     finite,
-    halves,
+    group_reference,
     load_partials,
     load_sum,
     logits_tile,
     mask_tile,
     needs_mask,
+    shared_weights,
+    spread_col_sums,
     store_extremes,
     store_rows,
     swizzle,
     to_logsumexp,
+    unmasked_ds,
     unmasked_logits,
 )
 
@@ -146,7 +152,8 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
         triangle = self.symmetric and i == j
         group_rows = config.rows * TILE
         groups, tiles = cdiv(m, group_rows), cdiv(n, TILE)
-        references, group_references = self._empty(groups * group_rows), self._empty(groups)
+        references = self._empty(groups * (group_rows + config.rows))  # of rows, of row tiles
+        group_references = self._empty(groups)
         row_sums, col_sums = self._empty(tiles, m), self._empty(groups, n)
         guide_cols = None if self._guide is None else self._guide.y
         reference.launch(
@@ -155,13 +162,23 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
             guide_cols_stride=0 if guide_cols is None else guide_cols.stride(0),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
+        sums = {
+            "references": references, "group_references": group_references, "row_sums": row_sums,
+            "col_sums": col_sums, "ROW_TILES": config.rows, "GROUP": config.group,
+            "COLS": triangle or cols is not None,
+        }  # fmt: skip
         for first, count, even in by_last_tile(n):
-            unmasked_tiles.launch(
-                groups * count, block, references=references, group_references=group_references,
-                row_sums=row_sums, col_sums=col_sums, first_col_tile=first, col_tiles=count,
-                ROW_TILES=config.rows, GROUP=config.group, COLS=triangle or cols is not None,
-                EVEN_N=even, TRIANGLE=triangle, num_warps=config.warps, num_stages=config.stages,
-            )  # fmt: skip
+            items = cdiv(groups, 2) * count
+            if even and not triangle and hopper.takes(self.x, block, items):
+                hopper.unmasked_tiles.launch(
+                    hopper.programs(self.x, items), block, **sums, col_tiles=count
+                )
+            else:
+                unmasked_tiles.launch(
+                    groups * count, block, **sums, first_col_tile=first, col_tiles=count,
+                    EVEN_N=even, TRIANGLE=triangle, num_warps=config.warps,
+                    num_stages=config.stages,
+                )  # fmt: skip
         combine_partials.launch(
             cdiv(m, TILE) + (0 if cols is None else tiles), block, row_sums=row_sums,
             references=references, row_partials=tiles, col_sums=col_sums,
@@ -188,19 +205,19 @@ class SoftmaxKernelTiles(BinaryStates, KernelTiles):
         block.set_upstreams(rows and rows.view(i), cols and cols.view(j))
         tiles, col_tiles = cdiv(block.m, TILE), cdiv(block.n, TILE)
         triangle = self.symmetric and i == j
-        # Triton 3.6 does not compile a loop over several rows of tiles with a store in a branch.
-        row_tiles = 1 if triangle else config.rows
-        whole = new_descriptor(ds, TILE)
-        if rows is not None:
-            pieces = whole if config.split == 1 else new_descriptor(ds, TILE // config.split)
+        out, items = new_descriptor(ds, TILE), cdiv(tiles, 2) * col_tiles
+        if rows is not None and not triangle and hopper.takes(self.x, block, items):
+            hopper.unmasked_gradients.launch(
+                hopper.programs(self.x, items), block, ds=out, GROUP=cdiv(config.group, 2)
+            )
+        elif rows is not None:
             unmasked_gradients.launch(
-                cdiv(tiles, row_tiles) * col_tiles, block, ds=pieces, ROW_TILES=row_tiles,
-                GROUP=config.group, SPLIT=config.split, TRIANGLE=triangle,
+                tiles * col_tiles, block, ds=out, GROUP=config.group, TRIANGLE=triangle,
                 num_warps=config.warps, num_stages=config.stages,
             )  # fmt: skip
         chunk = 1 if rows is None else 64
         masked_gradients.launch(
-            cdiv(tiles * col_tiles, chunk), block, ds=whole, CHUNK=chunk,
+            cdiv(tiles * col_tiles, chunk), block, ds=out, CHUNK=chunk,
             num_warps=8, num_stages=config.stages,
         )  # fmt: skip
         return ds
@@ -217,10 +234,10 @@ def reference(
 ):  # fmt: skip
     """out[i] = row i's largest logit among B columns spread over the block, in log2, minus 20.
 
-    Only negatives count: a positive far above them would push the sum of the negatives out of
-    range. Rows past m get +inf, so their exponentials are 0. Subtracting 20 centres the sums in
-    float32's range: a column's sum is relative to the largest reference of a group of rows, so it
-    tends to be small.
+    After the rows come the largest of each B rows. Only negatives count: a positive far above them
+    would push the sum of the negatives out of range. Rows past m get +inf, so their exponentials
+    are 0. Subtracting 20 centres the sums in float32's range: a column's sum is relative to the
+    largest reference of a group of rows, so it tends to be small.
     """
     i0 = tl.program_id(0) * B
     i = i0 + tl.arange(0, B)
@@ -245,6 +262,8 @@ def reference(
     largest = tl.max(tl.where(present, s * LOG2E, float("-inf")), 1)
     largest = tl.where(largest == float("-inf"), 0.0, largest) - 20.0
     tl.store(out + i, tl.where(i < m, largest, float("inf")))
+    of_tile = tl.max(tl.where(i < m, largest, float("-inf")), 0)
+    tl.store(out + tl.num_programs(0) * B + tl.program_id(0), of_tile)
 
 
 @triton.jit
@@ -281,11 +300,10 @@ def unmasked_tiles(
     if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
         if tj < group * ROW_TILES:
             return
-    j0 = tj * B
     factor = tl.load(scale)
-    k = factor * LOG2E
-    group_reference = _largest_reference(references, group, ROW_TILES * B)
-    tl.store(group_references + group, group_reference)  # all programs of a group write the same
+    j = tj * B + tl.arange(0, B)
+    largest = group_reference(references, group, tl.arange(0, ROW_TILES), m, ROW_TILES)
+    tl.store(group_references + group, largest)  # all programs of a group write the same
     # The columns' sums stay spread over the threads until all row tiles are in: reducing each tile
     # across a warp costs 4% of the kernel.
     col_total = tl.zeros((32, B), tl.float32)
@@ -293,41 +311,15 @@ def unmasked_tiles(
         ti = group * ROW_TILES + r
         i = ti * B + tl.arange(0, B)
         acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
-        own = clamped_references(references, i, group_reference)
-        shift = own
-        if DIAGONAL != 0 or row_ranges is not None:
-            last = tl.cdiv(m, B) - 1  # the last group may reach past the last row tile
-            skipped = needs_mask(tl.minimum(ti, last), tj, rows, cols, diagonal_offset, DIAGONAL)
-            shift = tl.where(skipped, float("inf"), own)
-        if ceiling is not None and guide_x is None:
-            highest = tl.load(ceiling + i, mask=i < m, other=0.0)
-            acc = tl.where(acc * factor > highest[:, None], float("-inf"), acc)
-        e = tl.exp2(acc * k - shift[:, None])
-        if ceiling is not None:  # a scale of 0 turns -inf into NaN, a negative one into +inf
-            e = tl.where(acc == float("-inf"), 0.0, e)
+        own = clamped_references(references, i, largest)
+        e = exponentials(acc, factor, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL)
         if not EVEN_N:
-            e = tl.where((j0 + tl.arange(0, B) < n)[None, :], e, 0.0)
+            e = tl.where((j < n)[None, :], e, 0.0)
         tl.store(row_sums + tj.to(tl.int64) * m + i, tl.sum(e, 1), mask=i < m)
         if COLS:
-            e = e * tl.exp2(tl.minimum(own - group_reference, 0.0))[:, None]
-            spread = tl.reshape(e, (B // 64, 4, 2, 8, B))
-            col_total += tl.reshape(tl.sum(tl.sum(spread, 2), 0), (32, B))
+            col_total += spread_col_sums(e, own, largest)
     if COLS:
-        j = j0 + tl.arange(0, B)
         tl.store(col_sums + group.to(tl.int64) * n + j, tl.sum(col_total, 0), mask=j < n)
-
-
-@triton.jit
-def _largest_reference(references, group, ROWS: tl.constexpr):
-    """Largest reference of a group of rows; rows past the end have +inf and do not count."""
-    own = tl.load(references + group * ROWS + tl.arange(0, ROWS))
-    return tl.max(tl.where(own == float("inf"), float("-inf"), own), 0)
-
-
-@triton.jit
-def clamped_references(references, i, group_reference):
-    """References of rows, raised if far below their group's: the columns' weights would vanish."""
-    return tl.maximum(tl.load(references + i), group_reference - 100.0)
 
 
 @block_kernel
@@ -557,63 +549,33 @@ def needs_two_exponentials(ti, tj, rows, cols, LSE: tl.constexpr):
 
 @block_kernel
 def unmasked_gradients(
-    x, y, ds, scale, row_upstream, row_stride, col_upstream, col_stride, ceiling,
-    guide_x, guide_y, guide_d, row_start, col_start, m, n, d,
-    BK: tl.constexpr, ROW_TILES: tl.constexpr, GROUP: tl.constexpr, SPLIT: tl.constexpr,
-    GUIDE_BK: tl.constexpr, TRIANGLE: tl.constexpr,
+    x, y, ds, scale, row_upstream, row_stride, row_extremes, row_extremes_stride,
+    col_upstream, col_stride, ceiling, guide_x, guide_y, guide_d, row_start, col_start, m, n, d,
+    BK: tl.constexpr, GROUP: tl.constexpr, GUIDE_BK: tl.constexpr, TRIANGLE: tl.constexpr,
 ):  # fmt: skip
-    """dS of ROW_TILES row tiles per program, as if no tile needed masks or two exponentials.
+    """dS, as if no tile needed masks or two exponentials.
 
-    dS is stored in SPLIT pieces. TRIANGLE, with ROW_TILES = 1: the block is symmetric; tiles above
-    the diagonal are computed and stored twice, once transposed.
+    TRIANGLE: the block is symmetric; tiles above the diagonal are computed and stored twice, once
+    transposed.
     """
     rows = BlockSide(x, guide_x, row_start, m, None, None, None, ceiling)
     cols = BlockSide(y, guide_y, col_start, n, None, None, None, None)
-    group, tj = swizzle(tl.program_id(0), tl.cdiv(m, B * ROW_TILES), tl.cdiv(n, B), GROUP)
+    ti, tj = swizzle(tl.program_id(0), tl.cdiv(m, B), tl.cdiv(n, B), GROUP)
     if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
-        if tj < group:
+        if tj < ti:
             return
-    j0 = tj * B
-    j = j0 + tl.arange(0, B)
-    scale_factor = tl.load(scale)
-    k = scale_factor * LOG2E
+    i, j = ti * B + tl.arange(0, B), tj * B + tl.arange(0, B)
+    acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
+    reference = tl.load(row_extremes + row_extremes_stride + ti)
+    row_weight = shared_weights(row_upstream, row_stride, i, m, reference)
+    col_weight = None
     if col_upstream is not None:
-        col_lse = tl.load(col_upstream + j, mask=j < n, other=float("inf")) * LOG2E
-        col_grad = tl.load(col_upstream + col_stride + j, mask=j < n, other=0.0)
-    for r in tl.range(0, ROW_TILES, flatten=True):
-        ti = group * ROW_TILES + r
-        i0 = ti * B
-        i = i0 + tl.arange(0, B)
-        acc = unmasked_logits(rows, cols, ti, tj, d, guide_d, BK, GUIDE_BK)
-        row_lse = tl.load(row_upstream + i, mask=i < m, other=float("-inf")) * LOG2E
-        reference = tl.max(row_lse, 0)
-        row_grad = tl.load(row_upstream + row_stride + i, mask=i < m, other=0.0)
-        row_grad = tl.where(i < m, row_grad * tl.exp2(reference - row_lse), 0.0)
-        e = tl.exp2(acc * k - reference)
-        if col_upstream is not None:
-            e = e * (row_grad[:, None] + (col_grad * tl.exp2(reference - col_lse))[None, :])
-        else:
-            e = e * row_grad[:, None]
-        if guide_x is not None:
-            e = tl.where(acc == float("-inf"), 0.0, e)
-        elif ceiling is not None:
-            highest = tl.load(ceiling + i, mask=i < m, other=0.0)
-            e = tl.where(acc * scale_factor > highest[:, None], 0.0, e)
-        e = e.to(ds.dtype)
-        _store_ds(ds, i0, j0, e, SPLIT)
-        if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
-            if group < tj:
-                _store_ds(ds, j0, i0, tl.trans(e), SPLIT)
-
-
-@triton.jit
-def _store_ds(ds, i0, j0, e, SPLIT: tl.constexpr):
-    if SPLIT == 1:
-        ds.store([i0, j0], e)
-    else:
-        left, right = halves(e)
-        ds.store([i0, j0], left)
-        ds.store([i0, j0 + B // 2], right)
+        col_weight = shared_weights(col_upstream, col_stride, j, n, reference)
+    e = unmasked_ds(acc, tl.load(scale), reference, row_weight, col_weight, rows, i).to(ds.dtype)
+    ds.store([ti * B, tj * B], e)
+    if TRIANGLE:  # noqa: SIM102 - one is known when the kernel is compiled
+        if ti < tj:
+            ds.store([tj * B, ti * B], tl.trans(e))
 
 
 @block_kernel

@@ -177,6 +177,78 @@ def needs_mask(ti, tj, rows, cols, diagonal_offset, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
+def group_reference(references, group, each, m, ROW_TILES: tl.constexpr):
+    """Largest reference of a group of rows; `each`: its row tiles, 0 to ROW_TILES."""
+    group_rows = ROW_TILES * B
+    of_tiles = references + tl.cdiv(m, group_rows) * group_rows  # they follow those of the rows
+    return tl.max(tl.load(of_tiles + group * ROW_TILES + each), 0)
+
+
+@triton.jit
+def clamped_references(references, i, largest):
+    """References of rows, raised if far below their group's: the columns' weights would vanish."""
+    return tl.maximum(tl.load(references + i), largest - 100.0)
+
+
+@triton.jit
+def exponentials(acc, scale, own, rows, cols, ti, tj, i, diagonal_offset, DIAGONAL: tl.constexpr):
+    """2^(logit - reference) of tile (ti, tj), 0 if it needs masks, from its products.
+
+    own: the references of its rows i.
+    """
+    shift = own
+    if DIAGONAL != 0 or rows.ranges is not None:
+        last = tl.cdiv(rows.size, B) - 1  # the last group may reach past the last row tile
+        skipped = needs_mask(tl.minimum(ti, last), tj, rows, cols, diagonal_offset, DIAGONAL)
+        shift = tl.where(skipped, float("inf"), own)
+    if rows.ceiling is not None and rows.guide is None:
+        highest = tl.load(rows.ceiling + i, mask=i < rows.size, other=0.0)
+        acc = tl.where(acc * scale > highest[:, None], float("-inf"), acc)
+    e = tl.exp2(acc * (scale * LOG2E) - shift[:, None])
+    if rows.ceiling is not None:  # a scale of 0 turns -inf into NaN, a negative one into +inf
+        e = tl.where(acc == float("-inf"), 0.0, e)
+    return e
+
+
+@triton.jit
+def spread_col_sums(e, own, largest):
+    """Sums of columns, (32, B), still spread over the threads: each adds up its own exponentials.
+
+    own: the rows' references, to which e is relative; the sums are relative to the group's largest.
+    """
+    e = e * tl.exp2(tl.minimum(own - largest, 0.0))[:, None]
+    spread = tl.reshape(e, (B // 64, 4, 2, 8, B))
+    return tl.reshape(tl.sum(tl.sum(spread, 2), 0), (32, B))
+
+
+@triton.jit
+def shared_weights(upstream, stride, i, size, reference):
+    """Upstream gradient * 2^(reference - log-sum-exp) of rows or columns i."""
+    lse = tl.load(upstream + i, mask=i < size, other=float("inf")) * LOG2E
+    gradient = tl.load(upstream + stride + i, mask=i < size, other=0.0)
+    return gradient * tl.exp2(reference - lse)
+
+
+@triton.jit
+def unmasked_ds(acc, scale, reference, row_weight, col_weight, rows, i):
+    """dS of a tile, as if it needed no masks, from its products and both sides' `shared_weights`.
+
+    col_weight: None if the columns have no upstream.
+    """
+    e = tl.exp2(acc * (scale * LOG2E) - reference)
+    if col_weight is not None:
+        e = e * (row_weight[:, None] + col_weight[None, :])
+    else:
+        e = e * row_weight[:, None]
+    if rows.guide is not None:
+        e = tl.where(acc == float("-inf"), 0.0, e)
+    elif rows.ceiling is not None:
+        highest = tl.load(rows.ceiling + i, mask=i < rows.size, other=0.0)
+        e = tl.where(acc * scale > highest[:, None], 0.0, e)
+    return e
+
+
+@triton.jit
 def mask_tile(
     s, rows, cols, ti, tj, diagonal_offset, guide_d, DIAGONAL: tl.constexpr, PAIRED: tl.constexpr,
     GUIDE_BK: tl.constexpr,
