@@ -30,7 +30,7 @@ HEADLINE_SECONDS, SECONDS = 2.0, 1.0
 
 CLIP_PEERS = (
     *("megabatch", "megabatch-compiled", "dense", "dense-compiled", "openclip"),
-    *("liger", "memeff", "cut-cross-entropy", "inf-cl"),
+    *("liger", "liger-cute", "memeff", "cut-cross-entropy", "inf-cl"),
 )
 #: Batch sizes at which launch overhead exceeds the GPU's work.
 GRAPHS = ("megabatch-graph", "dense-graph", "megabatch-captured", "dense-captured")
@@ -67,7 +67,8 @@ def groups() -> Iterator[Group]:
     yield alone(case(65_536, 2048))
     yield alone(case(65_536, 700))
     yield alone(case(65_601))
-    yield alone(case(16_384, dtype="float32", tf32=True))
+    tf32 = case(16_384, dtype="float32", tf32=True)  # the precision of Inf-CL's paper
+    yield beside(tf32, ("megabatch", "dense", "dense-compiled", "openclip", "memeff", "inf-cl"))
     yield alone(case(16_384, dtype="float32"))
     rectangular = case(65_536, loss="logsumexp", n=20_000)
     yield beside(rectangular, ("megabatch", "dense"))

@@ -8,12 +8,13 @@ All contenders train the same open_clip model from the same weights with AdamW a
 autocast. The pairs are on the host, as loaders leave them there: random images, as bytes for this
 trainer and normalised, in pinned memory, for OpenCLIP's; and WordNet's definitions, which are as
 long as captions. `openclip` is `open_clip_train.train.train_one_epoch`, with `accum_freq` if there
-are several micro-batches, `openclip-compiled` the same after `torch.compile`, `megabatch` is
-`Trainer.train_step` with its defaults, compiled and with as many activations kept as fit,
-`megabatch-eager` not compiled. Three steps warm up, of OpenCLIP two on a few micro-batches and a
-whole one; then whole steps are timed. First losses must agree. `--append` keeps the records of an
-earlier call but for those of the same configuration, so that a long plan can be measured in several
-calls.
+are several micro-batches and texts padded to 77 tokens, `openclip-compiled` the same after
+`torch.compile`. `openclip-short` has texts cut as this trainer cuts its own, which OpenCLIP's
+models refuse, and is compiled in blocks. `megabatch` is `Trainer.train_step` with its defaults,
+compiled and with as many activations kept as fit, `megabatch-eager` not compiled. Three steps warm
+up, of OpenCLIP two on a few micro-batches and a whole one; then whole steps are timed. First losses
+must agree. `--append` keeps the records of an earlier call but for those of the same configuration,
+so that a long plan can be measured in several calls.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "megabatch": {"torchcompile": True},
     "megabatch-eager": {"torchcompile": False},
 }
-CONTENDERS = (*SETTINGS, "openclip", "openclip-compiled")
+OPENCLIP = ("openclip", "openclip-compiled", "openclip-short", "openclip-compiled-short")
+CONTENDERS = (*SETTINGS, *OPENCLIP)
 EAGER = ("megabatch-eager", "openclip")
 #: Relative difference of first losses that bfloat16's rounding explains.
 SAME_LOSS = 2e-3
@@ -149,7 +151,9 @@ def run(
             contender = Megabatch(model, size, micro, world, settings)
         else:
             assert micro is not None
-            contender = OpenClip(model, micro, world, compiled=name.endswith("compiled"))
+            contender = OpenClip(
+                *(model, micro, world), compiled="compiled" in name, short=name.endswith("short")
+            )
         return measured(contender, size, options, world, record)
     except torch.OutOfMemoryError as error:
         record = replace(record, status="out of memory", note=str(error).split(".")[0])
