@@ -13,7 +13,7 @@ after a short run with the library's own loss.
 
 `trainer` is `Trainer.train_step` of megabatch on the same tokens, with `--loss infonce` and its own
 choice of micro-batches and kept activations. Its scale is learnt and its learning rate decays
-otherwise, so only its first loss is compared, and its weights are not.
+otherwise, so only its first loss is compared.
 
 `--smallest` runs a tiny model on the CPU, which only shows that it runs.
 """
@@ -87,8 +87,6 @@ class Record:
     curve: tuple[tuple[int, float, float], ...]
     #: largest of all steps, relative to the first contender's; of the trainer the first step's
     loss_difference: float | None
-    #: distance of the last weights from the first contender's, by how far these moved
-    weight_difference: float | None
     compiled: bool
     equal_tokens: bool = False  #: of the trainer: its micro-batches, not equal rows
     kept_micro_batches: int | None = None  #: of the trainer: those encoded once
@@ -145,22 +143,21 @@ class Tokens:
 def main() -> None:
     options = arguments()
     pairs = words_and_definitions()
-    found: list[tuple[Record, Tensor]] = []
+    found: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
         bert = random_bert(options.model, pairs, Path(folder) / "bert")
         for name, tokens, lr in itertools.product(
             options.contenders, options.mini_batch_tokens, options.lr
         ):
             one = argparse.Namespace(**{**vars(options), "mini_batch_tokens": tokens, "lr": lr})
-            first = next((other for other in found if other[0].lr == lr), None)
+            first = next((other for other in found if other.lr == lr), None)
             try:
                 found.append(run(name, bert, pairs, one, folder, first))
             except torch.OutOfMemoryError as error:
                 print(f"{name}, {tokens} tokens: {memory.reason(error)}", flush=True)
                 continue
-            print(shown(found[-1][0]), flush=True)
-            made = [record for record, _ in found]
-            records.write(options.output, records.command_line(options.output), made)
+            print(shown(found[-1]), flush=True)
+            records.write(options.output, records.command_line(options.output), found)
 
 
 def shown(record: Record) -> str:
@@ -207,15 +204,15 @@ def run(
     pairs: list[tuple[str, str]],
     options: argparse.Namespace,
     output: str,
-    first: tuple[Record, Tensor] | None,
-) -> tuple[Record, Tensor]:
-    """Train one contender from the weights in a folder; its record and last weights."""
+    first: Record | None,
+) -> Record:
+    """Train one contender from the weights in a folder."""
     torch._dynamo.reset()
     width = SIZES[options.model][1]
     model = SentenceTransformer(
         modules=[Transformer(str(folder)), Pooling(width)], device=options.device
     )
-    start, held_out, train = weights(model), pairs[:HELD_OUT], pairs[HELD_OUT:]
+    held_out, train = pairs[:HELD_OUT], pairs[HELD_OUT:]
     course = Course(options.device, options.every, lambda: held_out_score(model, held_out))
     if name in LOSSES:
         if options.compile:
@@ -231,13 +228,10 @@ def run(
     else:
         done = by_trainer(model, folder, train, course, options, output)
     seconds = statistics.median(course.seconds[2:] or course.seconds)
-    last = weights(model)
-    theirs, their_last = (first[0].losses, first[1]) if first else (tuple(course.losses), last)
-    compared = len(theirs) if name in LOSSES else 1
-    both = zip(course.losses[:compared], theirs[:compared], strict=True)
-    difference = max(abs(a - b) / abs(b) for a, b in both)
-    moved = float((last - their_last).norm() / (their_last - start).norm())
-    record = Record(
+    compared = options.steps if name in LOSSES else 1
+    both = zip(course.losses, first.losses if first else course.losses, strict=True)
+    difference = max(abs(a - b) / abs(b) for a, b in itertools.islice(both, compared))
+    return Record(
         contender=name,
         device=options.device,
         n_devices=1,
@@ -253,11 +247,9 @@ def run(
         losses=tuple(course.losses),
         curve=tuple(course.curve),
         loss_difference=difference if first else None,
-        weight_difference=moved if first and name in LOSSES else None,
         equal_tokens=name == "trainer",
         **done,
     )
-    return record, last
 
 
 def held_out_score(model: SentenceTransformer, pairs: list[tuple[str, str]]) -> tuple[float, float]:
@@ -375,11 +367,6 @@ def token_batches(trainer: SentenceTransformerTrainer, count: int) -> list[Batch
 def warm_up(options: argparse.Namespace) -> int:
     """Steps of the warm-up."""
     return max(1, int(options.steps // 10))
-
-
-def weights(model: SentenceTransformer) -> Tensor:
-    """All parameters in one vector, float64, on the CPU."""
-    return torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
 
 
 def arguments() -> argparse.Namespace:

@@ -33,7 +33,7 @@ CLIP_PEERS = (
     *("liger", "liger-cute", "memeff", "cut-cross-entropy", "inf-cl"),
 )
 #: Batch sizes at which launch overhead exceeds the GPU's work.
-GRAPHS = ("megabatch-graph", "dense-graph", "megabatch-captured", "dense-captured")
+CAPTURED = ("megabatch-captured", "dense-captured")
 SIGLIP_PEERS = ("megabatch", "dense", "dense-compiled", "siglip-kernel")
 
 
@@ -54,8 +54,8 @@ def groups() -> Iterator[Group]:
     """The groups to measure, the most important first."""
     for d in (768, 512, 1024):
         yield alone(case(65_536, d), HEADLINE_SECONDS)
-    yield beside(case(8192), (*CLIP_PEERS, *GRAPHS))
-    yield beside(case(16_384), (*CLIP_PEERS, *GRAPHS))
+    yield beside(case(8192), (*CLIP_PEERS, *CAPTURED))
+    yield beside(case(16_384), (*CLIP_PEERS, *CAPTURED))
     yield alone(case(262_144))
     yield alone(case(65_536, scale=100.0, features="trained"), HEADLINE_SECONDS)
     yield alone(case(65_536, dtype="float16"), HEADLINE_SECONDS)

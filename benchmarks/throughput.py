@@ -36,7 +36,7 @@ import torch
 from machinery.definitions import length_statistics
 from machinery.options import setting
 from machinery.parts import Parts
-from machinery.steps import Megabatch, OpenClip, Pairs, make_pairs
+from machinery.steps import Megabatch, OpenClip, make_pairs
 from megabatch.benchmarking import records
 from megabatch.config.settings import TrainConfig
 from megabatch.training.world import World, joined
@@ -173,10 +173,10 @@ def measured(
     record: Record,
 ) -> Record:
     """The record with the contender's figures."""
-    on_gpu = world.device.type == "cuda"
+    on_gpu, ours = world.device.type == "cuda", isinstance(contender, Megabatch)
     pairs = make_pairs(contender.towers, size, world)
     step = contender.prepare(pairs)
-    if isinstance(contender, Megabatch):
+    if ours:
         # Before the first step it may look for a micro-batch size, and in the first two it measures
         # how many activations it can keep.
         losses, warm_up = timed(step, 3, on_gpu)
@@ -200,9 +200,9 @@ def measured(
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         first_loss=losses[0],
-        parts=split(contender, step) if options.parts else None,
-        tokens=text_lengths(contender, pairs),
-        news=tuple(contender.news) if isinstance(contender, Megabatch) else (),
+        parts=split(contender, step) if ours and options.parts else None,
+        tokens=length_statistics(contender.towers.lengths["text"](pairs.tokens)),
+        news=tuple(contender.news) if ours else (),
     )
 
 
@@ -218,19 +218,11 @@ def timed(step: Callable[[], float], count: int, on_gpu: bool) -> tuple[list[flo
     return losses, seconds
 
 
-def split(contender: Megabatch | OpenClip, step: Callable[[], float]) -> dict[str, float] | None:
-    """The parts of another step, for this trainer."""
-    if not isinstance(contender, Megabatch):
-        return None
+def split(contender: Megabatch, step: Callable[[], float]) -> dict[str, float]:
+    """The parts of another step of this trainer."""
     with Parts(contender.trainer) as parts:
         step()
     return parts.seconds()
-
-
-def text_lengths(contender: Megabatch | OpenClip, pairs: Pairs) -> dict[str, float]:
-    """Statistics of the texts' lengths, up to their last token that counts."""
-    lengths = contender.towers.lengths["text"](pairs.tokens)
-    return length_statistics(lengths)
 
 
 def compared(record: Record, found: list[Record]) -> Record:

@@ -163,10 +163,6 @@ def compiled(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
     return lambda: torch.compile(load(), dynamic=False)
 
 
-def _graph(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
-    return lambda: torch.compile(load(), dynamic=False, mode="reduce-overhead")
-
-
 def captured(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
     """Forward and backward each as one CUDA graph, by torch.cuda.make_graphed_callables."""
 
@@ -202,12 +198,10 @@ CLIP = Loss(
     by_name(
         Contender("megabatch", _megabatch),
         Contender("megabatch-compiled", compiled(_megabatch), cuda=True),
-        Contender("megabatch-graph", _graph(_megabatch), cuda=True),
         Contender("megabatch-captured", captured(_megabatch), cuda=True),
         *(Contender(f"workspace {size} MiB", _in_workspace(size)) for size in WORKSPACES),
         Contender("dense", _dense),
         Contender("dense-compiled", compiled(_dense), cuda=True),
-        Contender("dense-graph", _graph(_dense), cuda=True),
         Contender("dense-captured", captured(compiled(_dense)), cuda=True),
         Contender("openclip", _openclip, ("open_clip", "open_clip_torch")),
         Contender("inf-cl", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),

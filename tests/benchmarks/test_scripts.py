@@ -185,7 +185,6 @@ def test_retriever(tmp_path: Path) -> None:
     assert trainer["loss_difference"] < 1e-5
     assert len(ours["losses"]) == len(ours["all_seconds"]) == ours["steps"] == 3
     assert ours["loss_difference"] < 1e-5
-    assert ours["weight_difference"] < 1e-2  # AdamW's first steps divide gradients by themselves
     assert [steps for steps, _, _ in ours["curve"]] == [0, 2]
     assert ours["curve"][0] == theirs["curve"][0] == trainer["curve"][0]
     assert ours["curve"][1][1:] == pytest.approx(theirs["curve"][1][1:], abs=0.01)
