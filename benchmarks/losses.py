@@ -3,8 +3,8 @@
     python benchmarks/losses.py --output benchmarks/results/losses.json
 
 SigLIP's loss and siglip-kernel; NT-Xent and the supervised loss, whose matrix is symmetric, with
-and without use of the symmetry; CLIP's loss and InfoNCE with ids and a margin, and CLIP's without,
-also in smaller and larger blocks of the matrix. The options are those of single_gpu.py.
+and without use of the symmetry; CLIP's loss and InfoNCE with ids and a margin; CLIP's with a
+teacher, and alone, also in smaller and larger blocks. The options are those of single_gpu.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from machinery.family import FAMILY
 from machinery.group import Group
 from single_gpu import HEADLINE_SECONDS, alone, beside, case
 
-SELF_SIMILAR = ("megabatch", "general")
 MASKED = ("infonce-margin", "clip-ids", "clip-ids-ignored", "infonce-ids")
 
 
@@ -26,9 +25,10 @@ def groups() -> Iterator[Group]:
     yield beside(case(65_536, loss="siglip"), ("megabatch", "siglip-kernel"), HEADLINE_SECONDS)
     yield alone(case(65_536), HEADLINE_SECONDS)
     for loss in ("nt-xent", "supcon"):  # two views, 65,536 rows together
-        yield beside(case(32_768, loss=loss), SELF_SIMILAR)
+        yield beside(case(32_768, loss=loss), ("megabatch", "general"))
     for loss in MASKED:
         yield alone(case(65_536, loss=loss))
+    yield alone(case(65_536, loss="distillation"))
     # On the features of all others, no negative comes near a margin of 0.1 above its positive.
     yield alone(case(65_536, loss="infonce-margin", features="trained"))
     for loss in ("siglip", "clip"):

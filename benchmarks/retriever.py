@@ -281,7 +281,7 @@ def library_trainer(
             max_steps=options.steps,
             per_device_train_batch_size=options.batch_size,
             learning_rate=options.lr,
-            warmup_steps=warm_up(options),
+            warmup_steps=max(1, options.steps // 10),
             logging_steps=1,
             save_strategy="no",
             report_to="none",
@@ -318,7 +318,7 @@ def by_trainer(
         loss="infonce",
         global_batch_size=options.batch_size,
         lr=options.lr,
-        warmup=warm_up(options),
+        warmup=max(1, options.steps // 10),
         precision="bf16" if options.device == "cuda" else "fp32",
         activation_memory="auto",
         torchcompile=options.device == "cuda",
@@ -362,11 +362,6 @@ def token_batches(trainer: SentenceTransformerTrainer, count: int) -> list[Batch
         first, second = (side["input_ids"].cpu() for side in features)
         batches.append(Batch(first, second, torch.arange(len(first))))
     return batches
-
-
-def warm_up(options: argparse.Namespace) -> int:
-    """Steps of the warm-up."""
-    return max(1, int(options.steps // 10))
 
 
 def arguments() -> argparse.Namespace:

@@ -139,7 +139,8 @@ def main(
     if options.only:
         plan = [plan[i] for i in options.only]
     if options.contenders:
-        plan = [replace(g, cases=_of(g.cases, options.contenders)) for g in plan]
+        of = [[c for c in one.cases if c.contender in options.contenders] for one in plan]
+        plan = [replace(one, cases=tuple(cases)) for one, cases in zip(plan, of, strict=True)]
     missing = [(c, absent(c)) for one in plan for c in one.cases]
     here = [replace(one, cases=tuple(c for c in one.cases if not absent(c))) for one in plan]
     here = [one for one in here if one.cases]
@@ -169,10 +170,6 @@ def main(
         print(row(done[-1]), flush=True)
     print(f"{len(done)} records: {path}; messages: {log}")
     return path
-
-
-def _of(cases: tuple[Case, ...], contenders: list[str]) -> tuple[Case, ...]:
-    return tuple(case for case in cases if case.contender in contenders)
 
 
 def arguments(doc: str, output: str) -> argparse.Namespace:

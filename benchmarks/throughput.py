@@ -111,12 +111,12 @@ def main() -> None:
 
 
 def plan(options: argparse.Namespace, share: int) -> list[tuple[str, int | None]]:
-    """Contenders with their micro-batches; None: this trainer's own choice."""
+    """Contenders with their micro-batches; None: this trainer's own choice, or `--set`."""
     sizes = sorted({min(size, share) for size in options.micro_batch_sizes})
     return [
         (name, size)
         for name in options.contenders
-        for size in ([None] if name in SETTINGS and not options.sweep else sizes)
+        for size in ([None] if name in SETTINGS else sizes)
     ]
 
 
@@ -139,7 +139,7 @@ def run(
         b=size,
         micro_batch_size=micro or 0,
         settings=settings,
-        auto=name in SETTINGS and micro is None,
+        auto=name in SETTINGS and "micro_batch_size" not in settings,
         equal_tokens=name in SETTINGS,
         command=records.command_line(options.output or Path()),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -148,7 +148,7 @@ def run(
     try:
         contender: Megabatch | OpenClip
         if name in SETTINGS:
-            contender = Megabatch(model, size, micro, world, settings)
+            contender = Megabatch(model, size, world, settings)
         else:
             assert micro is not None
             contender = OpenClip(
@@ -276,8 +276,6 @@ def arguments() -> argparse.Namespace:
                         default=list(CONTENDERS if gpu else EAGER))  # fmt: skip
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[512],
                         help="rows at a time in OpenCLIP's loop")  # fmt: skip
-    parser.add_argument("--sweep", action="store_true",
-                        help="micro-batch sizes for this trainer, too")  # fmt: skip
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE",
                         help="settings of this trainer: activation_memory=0")  # fmt: skip
     parser.add_argument("--parts", action="store_true", help="split a step of this trainer")

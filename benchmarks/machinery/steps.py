@@ -70,13 +70,8 @@ def make_pairs(towers: Towers, size: int, world: World) -> Pairs:
 class Megabatch:
     """Steps of this project's trainer; `settings`: those that differ from its defaults."""
 
-    def __init__(
-        self, model: str, size: int, micro: int | None, world: World, settings: dict[str, Any]
-    ) -> None:
-        own = {} if micro is None else {"micro_batch_size": micro}
-        config = TrainConfig(
-            model=model, global_batch_size=size, lr=LR, warmup=0, **{**own, **settings}
-        )
+    def __init__(self, model: str, size: int, world: World, settings: dict[str, Any]) -> None:
+        config = TrainConfig(model=model, global_batch_size=size, lr=LR, warmup=0, **settings)
         if reasons := problems(config):
             raise SystemExit(f"--set: {reasons}")
         torch.manual_seed(0)
