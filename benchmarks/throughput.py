@@ -46,8 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "megabatch": {"torchcompile": True},
     "megabatch-eager": {"torchcompile": False},
 }
-OPENCLIP = ("openclip", "openclip-compiled", "openclip-short", "openclip-compiled-short")
-CONTENDERS = (*SETTINGS, *OPENCLIP)
+CONTENDERS = (*SETTINGS, *(f"openclip{a}{b}" for b in ("", "-short") for a in ("", "-compiled")))
 EAGER = ("megabatch-eager", "openclip")
 #: Relative difference of first losses that bfloat16's rounding explains.
 SAME_LOSS = 2e-3

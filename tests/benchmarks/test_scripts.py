@@ -161,7 +161,7 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     run("throughput.py", *common, *small[:2], "--contenders=openclip-short", "--append")
     last = json.loads(output.read_text())["records"][-1]
     assert (last["contender"], last["status"]) == ("openclip-short", "ok")
-    assert last["first_loss"] == pytest.approx(records[-1]["first_loss"], rel=1e-3)
+    assert last["first_loss"] == pytest.approx(records[-1]["first_loss"], rel=2e-3)
 
 
 @pytest.mark.concurrency
