@@ -135,7 +135,7 @@ def measured(file: Path) -> Iterator[Measured]:
             if (record["measured"], record["inputs"]) == ("step", "host"):
                 yield paper(record)
         elif record.get("contender") in ("megabatch", "megabatch-eager"):
-            if record["status"] == "ok" and datasheet(record["device"]):
+            if record.get("status") == "ok" and datasheet(record["device"]):
                 yield clip(record)
         elif record.get("contender") == "trainer":
             if record.get("kept_micro_batches") is not None:

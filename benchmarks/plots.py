@@ -43,6 +43,7 @@ STYLES = {
     "dense-captured": ("#393b79", "s"),
     "openclip": ("#7f7f7f", "D"),
     "liger": ("#2ca02c", "^"),
+    "liger-cute": ("#006d2c", "^"),
     "memeff": ("#9467bd", "v"),
     "cut-cross-entropy": ("#8c564b", "<"),
     "inf-cl": ("#e8a000", ">"),

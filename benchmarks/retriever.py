@@ -3,15 +3,17 @@
     python benchmarks/retriever.py --output benchmarks/results/retriever.json
 
 Words and definitions of WordNet, the 40,744 pairs that come with timm; a BERT of MiniLM's size from
-random weights, with a tokenizer of these texts. Both contenders start from the same weights, take
-the same batches, ours in order of the texts' lengths, and are evaluated before and after by the
-library's own evaluator on pairs that were never seen. Losses are compared step by step. Mini-batch
-sizes are `--mini-batch-size` texts or, for both, `--mini-batch-tokens` tokens without the padding.
-By torchrun each process takes its share of a batch, with `gather_across_devices`.
+random weights, with a tokenizer of these texts. Both contenders start from the same weights and
+take the same batches, tokenized once before, ours in order of the texts' lengths. `--compile`
+compiles their encoder. Losses are compared step by step; every `--every` steps, 2,000 pairs that
+were never seen give recall@1 and the library's loss of one batch of them. Mini-batch sizes are
+`--mini-batch-size` texts or, for both, `--mini-batch-tokens` tokens without the padding. Of these
+and of `--lr` several are tried in turn: to report is the rate with the least loss of unseen pairs
+after a short run with the library's own loss.
 
 `trainer` is `Trainer.train_step` of megabatch on the same tokens, with `--loss infonce` and its own
 choice of micro-batches and kept activations. Its scale is learnt and its learning rate decays
-otherwise, so only its first loss is compared, and its weights are not. One process only.
+otherwise, so only its first loss is compared.
 
 `--smallest` runs a tiny model on the CPU, which only shows that it runs.
 """
@@ -20,15 +22,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -36,7 +39,7 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.sentence_transformer import losses
-from sentence_transformers.sentence_transformer.evaluation import InformationRetrievalEvaluator
+from sentence_transformers.sentence_transformer.data_collator import SentenceTransformerDataCollator
 from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from tokenizers import BertWordPieceTokenizer
 from torch import Tensor
@@ -50,9 +53,7 @@ from megabatch.integrations.sentence_transformers import MegabatchRankingLoss
 from megabatch.models import create
 from megabatch.training.trainer import Trainer
 
-HELD_OUT = 500
-#: This process's rank and the number of ranks, as torchrun sets them.
-RANK, RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+HELD_OUT = 2000
 #: (layers, width, heads) by name.
 SIZES = {"tiny": (1, 64, 4), "minilm": (6, 384, 12), "bert-base": (12, 768, 12)}
 LOSSES = {
@@ -75,63 +76,99 @@ class Record:
     model: str
     mini_batch_size: int  #: texts, or pairs of the trainer
     mini_batch_tokens: int | None
+    lr: float
     steps: int
     seconds: float  #: a step's, median after the first two
-    loop_seconds: float  #: from a step's end to the next one's: with texts read and tokenized
+    all_seconds: tuple[float, ...]
     pairs_a_second: float
     extra_bytes: int  #: peak above what was in use before training
     losses: tuple[float, ...]
+    #: after so many steps: recall@1 of held-out words among as many definitions, and their loss
+    curve: tuple[tuple[int, float, float], ...]
     #: largest of all steps, relative to the first contender's; of the trainer the first step's
     loss_difference: float | None
-    #: distance of the last weights from the first contender's, by how far these moved
-    weight_difference: float | None
-    recall_before: float  #: at 1, of 500 words among as many definitions
-    recall_after: float
-    compiled: bool = False  #: of the trainer: its towers
+    compiled: bool
     equal_tokens: bool = False  #: of the trainer: its micro-batches, not equal rows
     kept_micro_batches: int | None = None  #: of the trainer: those encoded once
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
-    """The time of each step and its logged loss."""
+class Course(TrainerCallback):  # type: ignore[misc]
+    """The times and losses of a training's steps, and held-out scores every so many steps.
 
-    def __init__(self, device: str) -> None:
-        self.device, self.begun = device, 0.0
+    score: gives recall@1 and the loss.
+    """
+
+    def __init__(self, device: str, every: int, score: Callable[[], tuple[float, float]]) -> None:
+        self.device, self.every, self.score = device, every, score
+        self.begun = 0.0
         self.seconds: list[float] = []
-        self.ends: list[float] = []
         self.losses: list[float] = []
+        self.curve: list[tuple[int, float, float]] = []
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self.begun = self.now(self.device)
+        if not self.curve:
+            self.curve.append((0, *self.score()))
+        self.begun = self.now()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.ends.append(self.now(self.device))
-        self.seconds.append(self.ends[-1] - self.begun)
+        self.seconds.append(self.now() - self.begun)
+        if len(self.seconds) % self.every == 0:
+            self.curve.append((len(self.seconds), *self.score()))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         if "loss" in (logs or {}):
             self.losses.append(float(logs["loss"]))
 
-    @staticmethod
-    def now(device: str) -> float:
+    def now(self) -> float:
         """Seconds, when the device has done its work."""
-        if device == "cuda":
+        if self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+class Tokens:
+    """The model's tokens of these texts, made once: no step waits for the tokenizer."""
+
+    def __init__(self, model: SentenceTransformer, texts: Sequence[str]) -> None:
+        made = model.preprocess(texts)
+        self.ids, self.mask = made["input_ids"], made["attention_mask"]
+        self.row = {text: i for i, text in enumerate(texts)}
+
+    def __call__(self, texts: Sequence[str], **_: Any) -> dict[str, Tensor]:
+        rows = torch.tensor([self.row[text] for text in texts])
+        longest = int(self.mask[rows].sum(1).max())
+        return {"input_ids": self.ids[rows, :longest], "attention_mask": self.mask[rows, :longest]}
 
 
 def main() -> None:
     options = arguments()
     pairs = words_and_definitions()
-    found: list[tuple[Record, Tensor]] = []
+    found: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
-        model = random_bert(options.model, pairs, Path(folder) / "bert")
-        for name in options.contenders:
-            found.append(run(name, model, pairs, options, folder, found[:1]))
-            if RANK == 0:
-                print(found[-1][0], flush=True)
-                made = [record for record, _ in found]
-                records.write(options.output, records.command_line(options.output), made)
+        bert = random_bert(options.model, pairs, Path(folder) / "bert")
+        for name, tokens, lr in itertools.product(
+            options.contenders, options.mini_batch_tokens, options.lr
+        ):
+            one = argparse.Namespace(**{**vars(options), "mini_batch_tokens": tokens, "lr": lr})
+            first = next((other for other in found if other.lr == lr), None)
+            try:
+                found.append(run(name, bert, pairs, one, folder, first))
+            except torch.OutOfMemoryError as error:
+                print(f"{name}, {tokens} tokens: {memory.reason(error)}", flush=True)
+                continue
+            print(shown(found[-1]), flush=True)
+            records.write(options.output, records.command_line(options.output), found)
+
+
+def shown(record: Record) -> str:
+    """A record in one line."""
+    size = record.mini_batch_tokens or record.mini_batch_size
+    steps, recall, loss = record.curve[-1]
+    return (
+        f"{record.model} {record.contender}{' compiled' if record.compiled else ''}, {size} at a "
+        f"time, rate {record.lr:g}: {record.seconds:.3f} s, {record.extra_bytes / 2**30:.1f} GiB; "
+        f"after {steps} steps: held-out loss {loss:.4f}, recall@1 {recall:.1%}"
+    )
 
 
 def random_bert(size: str, pairs: list[tuple[str, str]], folder: Path) -> Path:
@@ -161,74 +198,69 @@ def random_bert(size: str, pairs: list[tuple[str, str]], folder: Path) -> Path:
     return folder
 
 
-@dataclass
-class Trained:
-    """The results of a training: step times, mini-batches, losses and memory."""
-
-    seconds: list[float]
-    loops: list[float]
-    losses: list[float]
-    extra_bytes: int
-    mini_batch_size: int
-    mini_batch_tokens: int | None
-    compiled: bool = False
-    kept: int | None = None
-
-
 def run(
     name: str,
     folder: Path,
     pairs: list[tuple[str, str]],
     options: argparse.Namespace,
     output: str,
-    first: list[tuple[Record, Tensor]],
-) -> tuple[Record, Tensor]:
-    """Train one contender from the weights in a folder; its record and last weights."""
+    first: Record | None,
+) -> Record:
+    """Train one contender from the weights in a folder."""
+    torch._dynamo.reset()
     width = SIZES[options.model][1]
     model = SentenceTransformer(
         modules=[Transformer(str(folder)), Pooling(width)], device=options.device
     )
     held_out, train = pairs[:HELD_OUT], pairs[HELD_OUT:]
-    ids = [str(i) for i in range(len(held_out))]
-    queries, corpus = (dict(zip(ids, side, strict=True)) for side in zip(*held_out, strict=True))
-    evaluator = InformationRetrievalEvaluator(queries, corpus, {i: {i} for i in ids})
-    before, start = evaluator(model)["cosine_recall@1"], weights(model)
+    course = Course(options.device, options.every, lambda: held_out_score(model, held_out))
     if name in LOSSES:
-        done = by_library(library_trainer(model, LOSSES[name], train, options, output), options)
+        if options.compile:
+            model[0].auto_model.compile(dynamic=True)
+        trainer = library_trainer(model, LOSSES[name], train, options, output)
+        trainer.add_callback(course)
+        done: dict[str, Any] = {
+            "extra_bytes": memory.extra_bytes(trainer.train, options.device),
+            "mini_batch_size": options.mini_batch_size,
+            "mini_batch_tokens": options.mini_batch_tokens,
+            "compiled": options.compile,
+        }
     else:
-        done = by_trainer(model, folder, train, options, output)
-    seconds = statistics.median(done.seconds[2:] or done.seconds)
-    last = weights(model)
-    theirs, their_last = (first[0][0].losses, first[0][1]) if first else (done.losses, last)
-    compared = len(theirs) if name in LOSSES else 1
-    both = zip(done.losses[:compared], theirs[:compared], strict=True)
-    difference = max(abs(a - b) / abs(b) for a, b in both)
-    moved = float((last - their_last).norm() / (their_last - start).norm())
-    record = Record(
+        done = by_trainer(model, folder, train, course, options, output)
+    seconds = statistics.median(course.seconds[2:] or course.seconds)
+    compared = options.steps if name in LOSSES else 1
+    both = zip(course.losses, first.losses if first else course.losses, strict=True)
+    difference = max(abs(a - b) / abs(b) for a, b in itertools.islice(both, compared))
+    return Record(
         contender=name,
         device=options.device,
-        n_devices=RANKS,
+        n_devices=1,
         dtype="bfloat16" if options.device == "cuda" else "float32",
         b=options.batch_size,
         d=width,
         model=options.model,
-        mini_batch_size=done.mini_batch_size,
-        mini_batch_tokens=done.mini_batch_tokens,
+        lr=options.lr,
         steps=options.steps,
         seconds=seconds,
-        loop_seconds=statistics.median(done.loops[1:] or done.loops),
+        all_seconds=tuple(course.seconds),
         pairs_a_second=options.batch_size / seconds,
-        extra_bytes=done.extra_bytes,
-        losses=tuple(done.losses),
+        losses=tuple(course.losses),
+        curve=tuple(course.curve),
         loss_difference=difference if first else None,
-        weight_difference=moved if first and name in LOSSES else None,
-        recall_before=before,
-        recall_after=evaluator(model)["cosine_recall@1"],
-        compiled=done.compiled,
         equal_tokens=name == "trainer",
-        kept_micro_batches=done.kept,
+        **done,
     )
-    return record, last
+
+
+def held_out_score(model: SentenceTransformer, pairs: list[tuple[str, str]]) -> tuple[float, float]:
+    """Recall@1 of the pairs' second texts among all of them, and the library's ranking loss."""
+    first, second = (
+        model.encode(list(side), batch_size=256, convert_to_tensor=True, normalize_embeddings=True)
+        for side in zip(*pairs, strict=True)
+    )
+    logits, target = 20 * first @ second.T, torch.arange(len(pairs), device=first.device)
+    recall = (logits.argmax(1) == target).float().mean()
+    return recall.item(), F.cross_entropy(logits, target).item()
 
 
 def library_trainer(
@@ -239,50 +271,45 @@ def library_trainer(
     output: str,
 ) -> SentenceTransformerTrainer:
     """The library's trainer."""
+    tokens = Tokens(model, [text for pair in train for text in pair])
+    limit = options.mini_batch_tokens  # needs sentence-transformers 6
+    budget = {} if limit is None else {"mini_batch_num_tokens": limit}
     return SentenceTransformerTrainer(
         model,
         SentenceTransformerTrainingArguments(
             output_dir=output,
             max_steps=options.steps,
-            per_device_train_batch_size=options.batch_size // RANKS,
+            per_device_train_batch_size=options.batch_size,
             learning_rate=options.lr,
-            warmup_steps=warm_up(options),
+            warmup_steps=max(1, options.steps // 10),
             logging_steps=1,
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
             dataloader_drop_last=True,  # the epoch's last batch would be a fraction of one
             use_cpu=options.device == "cpu",
-            ddp_backend={"cpu": "gloo", "cuda": "nccl"}[options.device] if RANKS > 1 else None,
             bf16=options.device == "cuda",
         ),
         train_dataset=Dataset.from_dict(
             {"anchor": [word for word, _ in train], "positive": [text for _, text in train]}
         ),
-        loss=loss(model, **mini_batches(options)),
+        loss=loss(model, mini_batch_size=options.mini_batch_size, **budget),
+        data_collator=SentenceTransformerDataCollator(preprocess_fn=tokens),
     )
-
-
-def by_library(trainer: SentenceTransformerTrainer, options: argparse.Namespace) -> Trained:
-    """Train as the library does."""
-    clock = Clock(options.device)
-    trainer.add_callback(clock)
-    extra = memory.extra_bytes(trainer.train, options.device)
-    loops = [end - before for before, end in itertools.pairwise(clock.ends)]
-    sizes = options.mini_batch_size, options.mini_batch_tokens
-    return Trained(clock.seconds, loops, clock.losses, extra, *sizes)
 
 
 def by_trainer(
     model: SentenceTransformer,
     folder: Path,
     train: list[tuple[str, str]],
+    course: Course,
     options: argparse.Namespace,
     output: str,
-) -> Trained:
-    """Train by megabatch's trainer, on the library's batches, and copy the weights to the model."""
-    if RANKS > 1:
-        raise SystemExit("--contenders trainer: expected one process")
+) -> dict[str, Any]:
+    """Train by megabatch's trainer, on the library's batches, and copy the weights to the model.
+
+    Returns the fields of the record that `run` does not know.
+    """
     batches = token_batches(
         library_trainer(model, LOSSES["megabatch"], train, options, output), options.steps
     )
@@ -291,7 +318,7 @@ def by_trainer(
         loss="infonce",
         global_batch_size=options.batch_size,
         lr=options.lr,
-        warmup=warm_up(options),
+        warmup=max(1, options.steps // 10),
         precision="bf16" if options.device == "cuda" else "fp32",
         activation_memory="auto",
         torchcompile=options.device == "cuda",
@@ -302,20 +329,29 @@ def by_trainer(
     trainer = Trainer(
         config, towers.module, torch.device(options.device), options.steps, lengths=towers.lengths
     )
-    seconds, found = [], []
+    score = course.score
+
+    def copied_score() -> tuple[float, float]:
+        encoder = towers.module.visual.encoder.state_dict()
+        absent, _ = model[0].auto_model.load_state_dict(encoder, strict=False)
+        assert all(name.startswith("pooler.") for name in absent)  # of another task
+        return score()
 
     def steps() -> None:
         for batch in batches:
-            begun = Clock.now(options.device)
-            found.append(trainer.train_step(batch)["loss"])
-            seconds.append(Clock.now(options.device) - begun)
+            course.on_step_begin()
+            course.losses.append(trainer.train_step(batch)["loss"])
+            course.on_step_end()
+        copied_score()
 
-    extra = memory.extra_bytes(steps, options.device)
-    encoder = towers.module.visual.encoder.state_dict()
-    absent, _ = model[0].auto_model.load_state_dict(encoder, strict=False)
-    assert all(name.startswith("pooler.") for name in absent)  # of another task
-    rows, kept = trainer.division.rows, trainer.division.kept
-    return Trained(seconds, seconds, found, extra, rows, None, bool(config.torchcompile), kept)
+    course.score = copied_score
+    return {
+        "extra_bytes": memory.extra_bytes(steps, options.device),
+        "mini_batch_size": trainer.division.rows,
+        "mini_batch_tokens": None,
+        "compiled": bool(config.torchcompile),
+        "kept_micro_batches": trainer.division.kept,
+    }
 
 
 def token_batches(trainer: SentenceTransformerTrainer, count: int) -> list[Batch]:
@@ -328,43 +364,25 @@ def token_batches(trainer: SentenceTransformerTrainer, count: int) -> list[Batch
     return batches
 
 
-def warm_up(options: argparse.Namespace) -> int:
-    """Steps of the warm-up."""
-    return max(1, int(options.steps // 10))
-
-
-def weights(model: SentenceTransformer) -> Tensor:
-    """All parameters in one vector, float64, on the CPU."""
-    return torch.cat([p.detach().double().cpu().flatten() for p in model.parameters()])
-
-
-def mini_batches(options: argparse.Namespace) -> dict[str, Any]:
-    """The losses' arguments that divide a batch, and join those of several processes."""
-    given: dict[str, Any] = {"mini_batch_size": options.mini_batch_size}
-    if RANKS > 1:
-        given["gather_across_devices"] = True
-    if options.mini_batch_tokens is None:
-        return given
-    return {**given, "mini_batch_num_tokens": options.mini_batch_tokens}
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/retriever.json"))
-    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, 
-                        default=list(CONTENDERS if RANKS == 1 else LOSSES))  # fmt: skip
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=SIZES, default="minilm")
     parser.add_argument("--batch-size", type=int, default=32768)
     parser.add_argument("--mini-batch-size", type=int, default=1024)
-    parser.add_argument("--mini-batch-tokens", type=int, help="needs sentence-transformers 6")
+    parser.add_argument("--mini-batch-tokens", type=int, nargs="+", default=[None])
+    parser.add_argument("--compile", action="store_true", help="the library's encoder, too")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--every", type=int, default=10, help="steps between two scores")
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-4])
     parser.add_argument("--smallest", action="store_true", help="a tiny model on the CPU")
     options = parser.parse_args()
     if options.smallest:
         options.device, options.model = "cpu", "tiny"
         options.batch_size, options.mini_batch_size, options.steps = 256, 64, 3
+        options.every = 2
     return options
 
 

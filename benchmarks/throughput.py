@@ -8,12 +8,13 @@ All contenders train the same open_clip model from the same weights with AdamW a
 autocast. The pairs are on the host, as loaders leave them there: random images, as bytes for this
 trainer and normalised, in pinned memory, for OpenCLIP's; and WordNet's definitions, which are as
 long as captions. `openclip` is `open_clip_train.train.train_one_epoch`, with `accum_freq` if there
-are several micro-batches, `openclip-compiled` the same after `torch.compile`, `megabatch` is
-`Trainer.train_step` with its defaults, compiled and with as many activations kept as fit,
-`megabatch-eager` not compiled. Three steps warm up, of OpenCLIP two on a few micro-batches and a
-whole one; then whole steps are timed. First losses must agree. `--append` keeps the records of an
-earlier call but for those of the same configuration, so that a long plan can be measured in several
-calls.
+are several micro-batches and texts padded to 77 tokens, `openclip-compiled` the same after
+`torch.compile`. `openclip-short` has texts cut as this trainer cuts its own, which OpenCLIP's
+models refuse, and is compiled in blocks. `megabatch` is `Trainer.train_step` with its defaults,
+compiled and with as many activations kept as fit, `megabatch-eager` not compiled. Three steps warm
+up, of OpenCLIP two on a few micro-batches and a whole one; then whole steps are timed. First losses
+must agree. `--append` keeps the records of an earlier call but for those of the same configuration,
+so that a long plan can be measured in several calls.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from machinery.definitions import length_statistics
 from machinery.options import setting
 from machinery.parts import Parts
-from machinery.steps import Megabatch, OpenClip, Pairs, make_pairs
+from machinery.steps import Megabatch, OpenClip, make_pairs
 from megabatch.benchmarking import records
 from megabatch.config.settings import TrainConfig
 from megabatch.training.world import World, joined
@@ -45,7 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "megabatch": {"torchcompile": True},
     "megabatch-eager": {"torchcompile": False},
 }
-CONTENDERS = (*SETTINGS, "openclip", "openclip-compiled")
+CONTENDERS = (*SETTINGS, *(f"openclip{a}{b}" for b in ("", "-short") for a in ("", "-compiled")))
 EAGER = ("megabatch-eager", "openclip")
 #: Relative difference of first losses that bfloat16's rounding explains.
 SAME_LOSS = 2e-3
@@ -109,12 +110,12 @@ def main() -> None:
 
 
 def plan(options: argparse.Namespace, share: int) -> list[tuple[str, int | None]]:
-    """Contenders with their micro-batches; None: this trainer's own choice."""
+    """Contenders with their micro-batches; None: this trainer's own choice, or `--set`."""
     sizes = sorted({min(size, share) for size in options.micro_batch_sizes})
     return [
         (name, size)
         for name in options.contenders
-        for size in ([None] if name in SETTINGS and not options.sweep else sizes)
+        for size in ([None] if name in SETTINGS else sizes)
     ]
 
 
@@ -137,7 +138,7 @@ def run(
         b=size,
         micro_batch_size=micro or 0,
         settings=settings,
-        auto=name in SETTINGS and micro is None,
+        auto=name in SETTINGS and "micro_batch_size" not in settings,
         equal_tokens=name in SETTINGS,
         command=records.command_line(options.output or Path()),
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -146,10 +147,12 @@ def run(
     try:
         contender: Megabatch | OpenClip
         if name in SETTINGS:
-            contender = Megabatch(model, size, micro, world, settings)
+            contender = Megabatch(model, size, world, settings)
         else:
             assert micro is not None
-            contender = OpenClip(model, micro, world, compiled=name.endswith("compiled"))
+            contender = OpenClip(
+                *(model, micro, world), compiled="compiled" in name, short=name.endswith("short")
+            )
         return measured(contender, size, options, world, record)
     except torch.OutOfMemoryError as error:
         record = replace(record, status="out of memory", note=str(error).split(".")[0])
@@ -169,10 +172,10 @@ def measured(
     record: Record,
 ) -> Record:
     """The record with the contender's figures."""
-    on_gpu = world.device.type == "cuda"
+    on_gpu, ours = world.device.type == "cuda", isinstance(contender, Megabatch)
     pairs = make_pairs(contender.towers, size, world)
     step = contender.prepare(pairs)
-    if isinstance(contender, Megabatch):
+    if ours:
         # Before the first step it may look for a micro-batch size, and in the first two it measures
         # how many activations it can keep.
         losses, warm_up = timed(step, 3, on_gpu)
@@ -196,9 +199,9 @@ def measured(
         peak_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
         reserved_bytes=torch.cuda.max_memory_reserved() if on_gpu else None,
         first_loss=losses[0],
-        parts=split(contender, step) if options.parts else None,
-        tokens=text_lengths(contender, pairs),
-        news=tuple(contender.news) if isinstance(contender, Megabatch) else (),
+        parts=split(contender, step) if ours and options.parts else None,
+        tokens=length_statistics(contender.towers.lengths["text"](pairs.tokens)),
+        news=tuple(contender.news) if ours else (),
     )
 
 
@@ -214,19 +217,11 @@ def timed(step: Callable[[], float], count: int, on_gpu: bool) -> tuple[list[flo
     return losses, seconds
 
 
-def split(contender: Megabatch | OpenClip, step: Callable[[], float]) -> dict[str, float] | None:
-    """The parts of another step, for this trainer."""
-    if not isinstance(contender, Megabatch):
-        return None
+def split(contender: Megabatch, step: Callable[[], float]) -> dict[str, float]:
+    """The parts of another step of this trainer."""
     with Parts(contender.trainer) as parts:
         step()
     return parts.seconds()
-
-
-def text_lengths(contender: Megabatch | OpenClip, pairs: Pairs) -> dict[str, float]:
-    """Statistics of the texts' lengths, up to their last token that counts."""
-    lengths = contender.towers.lengths["text"](pairs.tokens)
-    return length_statistics(lengths)
 
 
 def compared(record: Record, found: list[Record]) -> Record:
@@ -280,8 +275,6 @@ def arguments() -> argparse.Namespace:
                         default=list(CONTENDERS if gpu else EAGER))  # fmt: skip
     parser.add_argument("--micro-batch-sizes", type=int, nargs="+", default=[512],
                         help="rows at a time in OpenCLIP's loop")  # fmt: skip
-    parser.add_argument("--sweep", action="store_true",
-                        help="micro-batch sizes for this trainer, too")  # fmt: skip
     parser.add_argument("--set", type=setting, nargs="+", default=[], metavar="NAME=VALUE",
                         help="settings of this trainer: activation_memory=0")  # fmt: skip
     parser.add_argument("--parts", action="store_true", help="split a step of this trainer")

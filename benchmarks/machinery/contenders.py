@@ -51,6 +51,21 @@ def _megabatch() -> LossFunction:
     return ClipLoss()
 
 
+def _in_workspace(mebibytes: int) -> Callable[[], LossFunction]:
+    """ClipLoss with blocks of the matrix that fill so much memory in half precision."""
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        from megabatch.similarity import set_workspace
+
+        before = set_workspace(mebibytes << 20)
+        try:
+            return _megabatch()(x, y, scale)  # its backward pass has the same workspace
+        finally:
+            set_workspace(before)
+
+    return lambda: loss
+
+
 def _dense() -> LossFunction:
     from megabatch.benchmarking.measure import dense_clip_loss
 
@@ -69,7 +84,7 @@ def _openclip() -> LossFunction:
 
 
 def _inf_cl() -> LossFunction:
-    """Inf-CL (arXiv 2410.17243). Its kernels compute in float32/TF32 whatever comes."""
+    """Inf-CL (arXiv 2410.17243): converts features to float32, products are in TF32."""
     from inf_cl import cal_inf_loss
 
     def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
@@ -83,7 +98,7 @@ def _inf_cl() -> LossFunction:
 
 
 def _memeff() -> LossFunction:
-    """memeff; its temperature is a number and gets no gradient."""
+    """memeff, which chooses its fastest kernels; its temperature is a number, without gradient."""
     from memeff import MemoryEfficientCLIPLoss
 
     made: list[torch.nn.Module] = []
@@ -111,6 +126,21 @@ def _liger() -> LossFunction:
     return loss
 
 
+def _liger_cute() -> LossFunction:
+    """Liger's fused kernels for Hopper, once for each direction; dW is summed in bfloat16."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    one_way = LigerFusedLinearScaledCrossEntropyFunction.apply
+
+    def loss(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+        labels = torch.arange(len(x), device=x.device)
+        rows, columns = one_way(scale * x, y, labels), one_way(scale * y, x, labels)
+        value: Tensor = (rows.mean() + columns.mean()) / 2
+        return value
+
+    return loss
+
+
 def _cut_cross_entropy() -> LossFunction:
     """cut-cross-entropy, once for each direction.
 
@@ -131,10 +161,6 @@ def _cut_cross_entropy() -> LossFunction:
 def compiled(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
     """Under torch.compile for one size only, as in a training step."""
     return lambda: torch.compile(load(), dynamic=False)
-
-
-def _graph(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
-    return lambda: torch.compile(load(), dynamic=False, mode="reduce-overhead")
 
 
 def captured(load: Callable[[], LossFunction]) -> Callable[[], LossFunction]:
@@ -164,21 +190,24 @@ def by_name(*contenders: Contender) -> dict[str, Contender]:
     return {contender.name: contender for contender in contenders}
 
 
+#: MiB: blocks of 2,048 to 32,768 rows; the default, 512, is `megabatch`.
+WORKSPACES = (8, 32, 128, 2048)
+
 CLIP = Loss(
     "clip",
     by_name(
         Contender("megabatch", _megabatch),
         Contender("megabatch-compiled", compiled(_megabatch), cuda=True),
-        Contender("megabatch-graph", _graph(_megabatch), cuda=True),
         Contender("megabatch-captured", captured(_megabatch), cuda=True),
+        *(Contender(f"workspace {size} MiB", _in_workspace(size)) for size in WORKSPACES),
         Contender("dense", _dense),
         Contender("dense-compiled", compiled(_dense), cuda=True),
-        Contender("dense-graph", _graph(_dense), cuda=True),
         Contender("dense-captured", captured(compiled(_dense)), cuda=True),
         Contender("openclip", _openclip, ("open_clip", "open_clip_torch")),
         Contender("inf-cl", _inf_cl, ("inf_cl", "inf-cl"), cuda=True),
         Contender("memeff", _memeff, ("memeff", "memeff"), cuda=True),
         Contender("liger", _liger, ("liger_kernel", "liger-kernel"), cuda=True),
+        Contender("liger-cute", _liger_cute, ("cutlass", "liger-kernel[cutedsl]"), cuda=True),
         Contender(
             "cut-cross-entropy",
             _cut_cross_entropy,

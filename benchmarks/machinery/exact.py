@@ -89,6 +89,26 @@ def clip_without_duplicates(x: Tensor, y: Tensor, scale: float, ids: Tensor) -> 
 
 
 @torch.no_grad()
+def distillation(x: Tensor, y: Tensor, scale: float, u: Tensor, v: Tensor, factor: float) -> Truth:
+    """CLIP's loss plus cross-entropies to the softmax of a teacher's logits, factor * u @ v.T."""
+    x, y, u, v = (t.double() for t in (x, y, u, v))
+    b = len(x)
+    rows, columns = logsumexps(x, y, scale)
+    teacher_rows, teacher_columns = logsumexps(u, v, factor)
+    loss = (rows + columns).mean() - scale * (x * y).sum(1).mean()
+
+    def gradient(s: Tensor, i: slice) -> Tensor:
+        t = factor * (u[i] @ v.T)
+        target = (t - teacher_rows[i, None]).exp() + (t - teacher_columns).exp()
+        loss.sub_((target * s).sum() / (2 * b))
+        ds = 2 * ((s - rows[i, None]).exp() + (s - columns).exp()) - target
+        ds.diagonal(i.start).sub_(2)
+        return ds / (2 * b)
+
+    return Truth(loss, *gradients_of(x, y, scale, gradient))
+
+
+@torch.no_grad()
 def infonce(
     x: Tensor, y: Tensor, scale: float, ids: Tensor | None = None, margin: float | None = None
 ) -> Truth:

@@ -1,4 +1,4 @@
-"""The losses other than CLIP's and SigLIP's: with masks, self-similar, supervised.
+"""The losses other than CLIP's and SigLIP's: with masks, self-similar, supervised, with a teacher.
 
 Ids and labels are random, the same every time. NT-Xent and the supervised loss take x and y as the
 two views of 2 b rows.
@@ -22,6 +22,7 @@ from machinery.contenders import (
     by_name,
     compiled,
 )
+from machinery.inputs import features
 from machinery.truth import Truth
 
 #: Number of classes of the supervised loss.
@@ -29,6 +30,8 @@ CLASSES = 1000
 #: Share of rows with another row's id.
 DUPLICATES = 0.1
 MARGIN = 0.1
+#: The teacher's logit scale.
+FACTOR = 50.0
 
 
 @functools.lru_cache(maxsize=8)
@@ -49,6 +52,16 @@ def _duplicates(n: int, device: str) -> Tensor:
 def duplicates(x: Tensor) -> Tensor:
     """Ids: each row's own number, for some rows another row's."""
     return _duplicates(len(x), x.device.type)
+
+
+@functools.lru_cache(maxsize=1)
+def _teacher(n: int, d: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    return features(n, d, dtype, device, "trained")
+
+
+def teacher(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A teacher's features of the pairs, as wide as the student's."""
+    return _teacher(*x.shape, x.dtype, x.device.type)
 
 
 def classes(x: Tensor) -> Tensor:
@@ -105,6 +118,14 @@ def _supcon(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
     from megabatch import SupConLoss
 
     made: Tensor = SupConLoss(1.0)(torch.cat([x, y]), classes(x), temperature=1 / scale)
+    return made
+
+
+def _distillation(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    from megabatch import DistillClipLoss
+
+    own, distilled = DistillClipLoss()(x, y, scale, *teacher(x), FACTOR)
+    made: Tensor = own + distilled
     return made
 
 
@@ -173,6 +194,16 @@ def _dense_supervised(ids: Callable[[Tensor], Tensor]) -> LossFunction:
     return loss
 
 
+def dense_distillation(x: Tensor, y: Tensor, scale: Tensor) -> Tensor:
+    """As OpenCLIP's DistillClipLoss: CLIP's loss, and cross-entropies to the teacher's softmax."""
+    s, t = _dense(x, y, scale), _dense(*teacher(x), torch.tensor(FACTOR))
+    losses = [
+        -a.log_softmax(1).diagonal().mean() - (b.softmax(1) * a.log_softmax(1)).sum(1).mean()
+        for a, b in ((s, t), (s.T, t.T))
+    ]
+    return (losses[0] + losses[1]) / 2
+
+
 # --- exact ----------------------------------------------------------------------------------------
 
 
@@ -191,6 +222,10 @@ def _exact_clip(x: Tensor, y: Tensor, scale: float) -> Truth:
 
 def _exact_clip_ignored(x: Tensor, y: Tensor, scale: float) -> Truth:
     return exact.clip_without_duplicates(x, y, scale, duplicates(x))
+
+
+def _exact_distillation(x: Tensor, y: Tensor, scale: float) -> Truth:
+    return exact.distillation(x, y, scale, *teacher(x), FACTOR)
 
 
 def _exact_infonce(x: Tensor, y: Tensor, scale: float) -> Truth:
@@ -237,6 +272,7 @@ FAMILY = {
         ),
         _loss("infonce-ids", _infonce, dense_infonce, _exact_infonce, 8),
         _loss("infonce-margin", _infonce_margin, dense_infonce_margin, _exact_infonce_margin, 8),
+        _loss("distillation", _distillation, dense_distillation, _exact_distillation, 12),
     )
 }
 

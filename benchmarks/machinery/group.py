@@ -109,8 +109,10 @@ def warm_up(device: str) -> None:
 def _prepare(case: Case, inputs: step.Inputs, group: Group) -> _Ready | Result:
     """Call a contender twice; memory and errors come from the second call."""
     result = Result("ok", seconds=group.seconds)
-    before = _allocated(case)
     try:
+        # First, as it makes what all contenders share: ids, a teacher's features.
+        exact = _exact(replace(case, contender=""))
+        before = _allocated(case)
         loss = LOSSES[case.loss].contenders[case.contender].load()
         call = step.forward_backward(loss, case, inputs)
         if group.once:  # compile at a smaller size
@@ -129,9 +131,7 @@ def _prepare(case: Case, inputs: step.Inputs, group: Group) -> _Ready | Result:
         grown = _allocated(case) - before
         result.extra_bytes = grown + memory.extra_bytes(timed, case.device)
         result.extra_bytes = max(0, result.extra_bytes - inputs.gradient_bytes())
-        result.set_errors(
-            case, step.errors(case, inputs, value[0], _exact(replace(case, contender="")))
-        )
+        result.set_errors(case, step.errors(case, inputs, value[0], exact))
         return _Ready(case, call, result, taken[0])
     except Exception as error:
         return _failure(error, case)

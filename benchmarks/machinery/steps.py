@@ -19,6 +19,9 @@ from megabatch.config.settings import TrainConfig, problems
 from megabatch.data import Batch
 from megabatch.data.collect import Memory
 from megabatch.models import Towers, create
+from megabatch.models.blocks import compile_blocks
+from megabatch.models.openclip import accept_short_texts
+from megabatch.models.padding import trimmed
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
 
@@ -50,27 +53,25 @@ class Pairs:
 
 
 def make_pairs(towers: Towers, size: int, world: World) -> Pairs:
-    """A rank's share of `size` pairs of random images and of definitions."""
+    """A rank's share of `size` pairs of random images and of definitions, the shortest first.
+
+    So OpenCLIP's micro-batches can be cut as this trainer cuts its own, which it sorts anyway.
+    """
     side = towers.module.visual.image_size  # type: ignore[union-attr]
     shape = tuple(side) if isinstance(side, (tuple, list)) else (side, side)
     share = size // world.size
     generator = torch.Generator().manual_seed(1 + world.rank)
     rows = min(share, IMAGES)
     images = torch.randint(256, (rows, 3, *shape), generator=generator, dtype=torch.uint8)
-    texts = captions(size)[world.rank * share :][:share]
-    return Pairs(images, tokenized(towers.tokenizer, texts))
+    tokens = tokenized(towers.tokenizer, captions(size)[world.rank * share :][:share])
+    return Pairs(images, tokens[towers.lengths["text"](tokens).argsort(stable=True)])
 
 
 class Megabatch:
     """Steps of this project's trainer; `settings`: those that differ from its defaults."""
 
-    def __init__(
-        self, model: str, size: int, micro: int | None, world: World, settings: dict[str, Any]
-    ) -> None:
-        own = {} if micro is None else {"micro_batch_size": micro}
-        config = TrainConfig(
-            model=model, global_batch_size=size, lr=LR, warmup=0, **{**own, **settings}
-        )
+    def __init__(self, model: str, size: int, world: World, settings: dict[str, Any]) -> None:
+        config = TrainConfig(model=model, global_batch_size=size, lr=LR, warmup=0, **settings)
         if reasons := problems(config):
             raise SystemExit(f"--set: {reasons}")
         torch.manual_seed(0)
@@ -98,11 +99,16 @@ class Megabatch:
 
 
 class OpenClip:
-    """Steps of OpenCLIP's training loop, with accumulation if there are several micro-batches."""
+    """Steps of OpenCLIP's training loop, with accumulation if there are several micro-batches.
+
+    `short`: a model that takes short texts, compiled in blocks, and texts cut as this trainer does.
+    """
 
     kept = 0
 
-    def __init__(self, model: str, micro: int, world: World, *, compiled: bool) -> None:
+    def __init__(
+        self, model: str, micro: int, world: World, *, compiled: bool, short: bool
+    ) -> None:
         torch.manual_seed(0)
         towers = create(model)
         self.towers = towers
@@ -112,7 +118,9 @@ class OpenClip:
         module = open_clip.create_model(model, output_dict=True)
         module.load_state_dict(towers.module.state_dict())
         module = module.to(world.device)
-        self.module = module
+        self._lengths = accept_short_texts(module) if short else None
+        if short and compiled:
+            compile_blocks(module, {"text"})
         if world.size > 1:
             on = [world.device] if world.device.type == "cuda" else None
             module = torch.nn.parallel.DistributedDataParallel(module, device_ids=on)
@@ -122,7 +130,7 @@ class OpenClip:
             for large, d in decay.items()
         ]
         self._optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.98), eps=1e-6)
-        self._module = torch.compile(module) if compiled else module
+        self._module = torch.compile(module) if compiled and not short else module
         self._loss = Recorded(
             open_clip.ClipLoss(
                 local_loss=world.size > 1,
@@ -140,12 +148,12 @@ class OpenClip:
             raise SystemExit(f"--micro-batch-sizes: {micro} does not divide {n} pairs a process")
         if self._images is None:
             self._images = self._normalized(pairs.images)
-        images = self._images
+        images, texts = self._images, pairs.tokens.split(micro)
+        if self._lengths is not None:
+            texts = [trimmed(tokens, self._lengths) for tokens in texts]
+        starts = range(0, n, micro)
         batches = Loader(
-            [
-                (images[start % len(images) :][:micro], pairs.tokens[start : start + micro])
-                for start in range(0, n, micro)
-            ]
+            [(images[i % len(images) :][:micro], t) for i, t in zip(starts, texts, strict=True)]
         )
         data = {"train": SimpleNamespace(set_epoch=lambda _: None, dataloader=batches)}
         arguments = Namespace(

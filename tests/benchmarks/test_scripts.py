@@ -157,6 +157,12 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     ]
     assert records[3]["settings"] == {**first[0]["settings"], "trim_texts": False}
 
+    # The texts of OpenCLIP's micro-batches cut as ours: the same loss.
+    run("throughput.py", *common, *small[:2], "--contenders=openclip-short", "--append")
+    last = json.loads(output.read_text())["records"][-1]
+    assert (last["contender"], last["status"]) == ("openclip-short", "ok")
+    assert last["first_loss"] == pytest.approx(records[-1]["first_loss"], rel=2e-3)
+
 
 @pytest.mark.concurrency
 def test_openclip_trainer(tmp_path: Path) -> None:
@@ -177,11 +183,9 @@ def test_retriever(tmp_path: Path) -> None:
     theirs, ours, trainer = json.loads(output.read_text())["records"]
     assert (theirs["contender"], ours["contender"]) == ("sentence-transformers", "megabatch")
     assert trainer["loss_difference"] < 1e-5
-    assert trainer["recall_before"] == theirs["recall_before"]
-    assert trainer["losses"][-1] < trainer["losses"][0]
-    assert len(ours["losses"]) == ours["steps"] == 3
+    assert len(ours["losses"]) == len(ours["all_seconds"]) == ours["steps"] == 3
     assert ours["loss_difference"] < 1e-5
-    assert ours["weight_difference"] < 1e-2  # AdamW's first steps divide gradients by themselves
-    assert ours["recall_before"] == theirs["recall_before"]
-    assert ours["recall_after"] == pytest.approx(theirs["recall_after"], abs=0.01)
-    assert 0 < ours["seconds"] < ours["loop_seconds"]
+    assert [steps for steps, _, _ in ours["curve"]] == [0, 2]
+    assert ours["curve"][0] == theirs["curve"][0] == trainer["curve"][0]
+    assert ours["curve"][1][1:] == pytest.approx(theirs["curve"][1][1:], abs=0.01)
+    assert len({loss for _, _, loss in trainer["curve"]}) == 2  # of the weights then

@@ -33,6 +33,9 @@ _PACKAGES = (
     "liger-kernel",
     "cut-cross-entropy",
     "siglip-kernel",
+    "nvidia-cutlass-dsl",
+    "sentence-transformers",
+    "transformers",
 )
 
 
