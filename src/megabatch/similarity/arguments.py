@@ -129,7 +129,7 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
     not capture.
     """
     dtype = accumulator_dtype(like.dtype)
-    number = as_number(value)
+    number = None if isinstance(value, Tensor) else as_number(value)
     if number is not None:
         return torch.full((), number, dtype=dtype, device=like.device)
     if not isinstance(value, Tensor):
@@ -140,7 +140,8 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
     if not value.is_floating_point():
         raise TypeError(f"{name}: expected a floating-point tensor, got {value.dtype}")
     _check_device(name, value, like)
-    return value.reshape(()).to(dtype)
+    value = value.reshape(()) if value.dim() else value  # an operator less, and its derivative
+    return value.to(dtype)
 
 
 def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
@@ -236,4 +237,4 @@ def product_dtype(features: Tensor) -> torch.dtype:
 
 def cast_for_autocast(*features: Tensor) -> tuple[Tensor, ...]:
     """Features in the dtype that a matmul's operands would have under the current autocast."""
-    return tuple(f.to(product_dtype(f)) for f in features)
+    return tuple([f.to(product_dtype(f)) for f in features])

@@ -42,7 +42,7 @@ class Side(NamedTuple):
 
     def narrow(self, part: slice) -> Side:
         """A part of the rows; the side itself if it is all of them."""
-        whole = part.start == 0 and part.stop == len(self.features)
+        whole = part.start == 0 and part.stop == self.features.shape[0]
         return self if whole else self.take(part)
 
 
@@ -66,7 +66,7 @@ class Matrix(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """Numbers of rows and columns."""
-        return len(self.rows.features), len(self.cols.features)
+        return self.rows.features.shape[0], self.cols.features.shape[0]
 
     @property
     def has_positives(self) -> bool:
@@ -118,6 +118,13 @@ def strips(n: int, step: int) -> Iterator[slice]:
     """Slices of at most `step` that cover range(n)."""
     for start in range(0, n, step):
         yield slice(start, min(start + step, n))
+
+
+def narrow(values: Tensor, part: slice, dim: int = 0) -> Tensor:
+    """A part of `values` along `dim`; themselves, without an operator, if it is all of them."""
+    if part.start == 0 and part.stop == values.shape[dim]:
+        return values
+    return values.narrow(dim, part.start, part.stop - part.start)
 
 
 class Orders(NamedTuple):

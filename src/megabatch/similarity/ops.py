@@ -14,7 +14,7 @@ from megabatch.torch_internals import transforms_active
 Operands = TypeVar("Operands", bound=tuple[Any, ...])
 Results = TypeVar("Results", bound=tuple[Any, ...])
 
-_PLAIN = (Tensor, nn.Parameter)
+_PLAIN = {Tensor, nn.Parameter}
 
 
 class Operator:
@@ -95,7 +95,7 @@ class Operator:
 
     def __call__(self, *arguments: Any) -> Any:
         """Call the function, through torch's dispatcher if something traces the call."""
-        if torch.compiler.is_compiling() or not all(map(_is_plain, arguments)):
+        if torch.compiler.is_compiling() or not _are_plain(arguments):
             return self.traced(*arguments)
         if transforms_active():
             return self._transformed(*arguments)
@@ -243,12 +243,13 @@ def _schema(kind: Any) -> str:
     return "Tensor?" if Tensor in get_args(kind) else "int[]"
 
 
-def _is_plain(argument: Any) -> bool:
-    """Whether an argument can skip the dispatcher.
+def _are_plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether arguments, the first a tensor, can skip the dispatcher.
 
     Subclasses of Tensor, such as those that trace, and tensors without data cannot.
     """
-    return not isinstance(argument, Tensor) or (type(argument) in _PLAIN and not argument.is_meta)
+    kinds = set(map(type, arguments)) - _PLAIN
+    return not (arguments[0].is_meta or any(issubclass(kind, Tensor) for kind in kinds))
 
 
 def _needs_gradient(argument: Any) -> bool:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -73,22 +73,30 @@ def of_call(x: Tensor) -> Settings:
     return Settings(workspace(x), products, chosen.gather, chosen.grid)
 
 
-@contextmanager
-def applied(settings: Sequence[int], x: Tensor) -> Iterator[None]:
+class applied:  # noqa: N801 - a function by its use; a generator's context takes longer
     """Apply the settings that a call with features like x was made with, without autocast."""
-    call, outer, matmul = Settings(*settings), _call.settings, _matmul(x.device.type)
-    before = precision(x.device.type)
-    changes = _has_float32_products(x) and before != call.precision
-    try:
-        _call.settings = call
-        if changes:
-            matmul.fp32_precision = PRECISIONS[call.precision]
-        with without_autocast(x):
-            yield
-    finally:
-        _call.settings = outer
-        if changes:
-            matmul.fp32_precision = PRECISIONS[before]
+
+    def __init__(self, settings: Sequence[int], x: Tensor) -> None:
+        self._call, self._x = Settings(*settings), x
+
+    def __enter__(self) -> None:
+        x, self._outer = self._x, _call.settings
+        self._before = self._call.precision
+        if _has_float32_products(x):
+            self._before = precision(x.device.type)
+        self._autocast = without_autocast(x)
+        _call.settings = self._call
+        self._set(self._call.precision)
+        self._autocast.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._autocast.__exit__(None, None, None)
+        _call.settings = self._outer
+        self._set(self._before)
+
+    def _set(self, products: int) -> None:
+        if self._before != self._call.precision:
+            _matmul(self._x.device.type).fp32_precision = PRECISIONS[products]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -304,13 +305,14 @@ def make_operands(*tensors: Any, cols: bool, group: object, call: str) -> Operan
     """Operands, from the tensors and the diagonal on with what the call's surroundings say."""
     x, y, scale, *_ = tensors
     backends.warn_of_float32(x)
-    inputs, grad = {"x": x, "y": y, "scale": scale}, torch.is_grad_enabled()
-    wanted = [key for key, t in inputs.items() if grad and t is not None and t.requires_grad]
+    grad, name = torch.is_grad_enabled(), group_name(group)
+    needs = [grad and t is not None and t.requires_grad for t in (x, y, scale)]
     # Nothing is saved under torch.func, which may hold any number of calls' logits.
-    save = bool(wanted) and (torch.compiler.is_compiling() or not transforms_active())
-    call = f"{call}, gradients wanted: {', '.join(wanted) or 'none'}"
-    plain: tuple[Any, ...] = cols, save, call, group_name(group), settings.of_call(x)
-    return Operands(*tensors, *plain)
+    save = any(needs) and (torch.compiler.is_compiling() or not transforms_active())
+    if name:
+        wanted = ", ".join(compress(("x", "y", "scale"), needs)) or "none"
+        call = f"{call}, gradients wanted: {wanted}"
+    return Operands(*tensors, cols, save, call, name, settings.of_call(x))
 
 
 class Results(NamedTuple):
@@ -325,7 +327,7 @@ class Results(NamedTuple):
 def _forward(*flat: Any) -> Results:
     o = Operands(*flat)
     with applied(o.settings, o.x), torch.cuda.device_of(o.x):
-        own_sizes, terms = (len(o.x), len(o.columns)), _terms(o) if o.group else ""
+        own_sizes, terms = (o.x.shape[0], o.columns.shape[0]), _terms(o) if o.group else ""
         ranks, sizes = schedule.agree(o.group, o.call, terms, own_sizes, o.columns, o.y is None)
         saved = _new_saved(o, sizes.shape[1])
         if ranks is not None:

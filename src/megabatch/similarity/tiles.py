@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megabatch.similarity import states
 from megabatch.similarity.arguments import accumulator_dtype
-from megabatch.similarity.matrix import Matrix, strips
+from megabatch.similarity.matrix import Matrix, narrow, strips
 
 #: Rows that are widened at a time outside of the products.
 STRIP = 4096
@@ -90,7 +90,7 @@ class Tiles:
                 if new and total is not None:
                     total.zero_()
         for i in self.row_blocks():
-            strip, first = None if dx is None else dx[i], overwrite[1] and i.start == 0
+            strip, first = None if dx is None else narrow(dx, i), overwrite[1] and i.start == 0
             self.add_strip(i, rows, cols, strip, dy, (overwrite[0], first))
 
     def add_strip(
@@ -106,7 +106,7 @@ class Tiles:
         for j in self.col_blocks(i):
             ds, first = self.gradient_block(i, j, rows, cols), overwrite[0] and j.start == 0
             if ds is not None:
-                totals = dx, None if dy is None else dy[j]
+                totals = dx, None if dy is None else narrow(dy, j)
                 self.add_gradients(i, j, ds, totals, (first, overwrite[1]))
 
     def add_gradients(
@@ -120,9 +120,9 @@ class Tiles:
         """Add a block's ds y and dsᵀ x to `totals`, of the rows `i` and of the columns `j`."""
         dx, dy = totals
         if dy is not None and not (self.symmetric and i == j):
-            add_product(dy, ds.T, self.x[i], overwrite[1])
+            add_product(dy, ds.T, narrow(self.x, i), overwrite[1])
         if dx is not None:
-            add_product(dx, ds, self.y[j], overwrite[0])
+            add_product(dx, ds, narrow(self.y, j), overwrite[0])
 
     def write_grad(
         self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
@@ -214,12 +214,12 @@ class StateTiles(Tiles):
             # Above the diagonal, a block's columns are rows further down.
             mirrored = symmetric and i != j
             first, last = overwrite[0] and j.start == 0, to_results and j.stop == n
-            row_state = State(rows[:, i], rows.stride(0), int(first), int(last))
+            row_state = State(narrow(rows, i, 1), rows.stride(0), int(first), int(last))
             col_state, other = None, rows if mirrored else cols
             if other is not None:
                 first = overwrite[0 if symmetric else 1] and i.start == 0
                 last = to_results and not mirrored and i.stop == m
-                col_state = State(other[:, j], other.stride(0), int(first), int(last))
+                col_state = State(narrow(other, j, 1), other.stride(0), int(first), int(last))
             yield i, j, row_state, col_state
 
     def merge(self, parts: Tensor) -> Tensor:

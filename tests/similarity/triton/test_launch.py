@@ -51,11 +51,14 @@ class Jitted:
 
 
 class Compiled:
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, jitted: Jitted) -> None:
         self.jitted = jitted
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments: self.jitted.launches.append(("directly", grid, arguments))
+    def run(self, x: int, y: int, z: int, *arguments: Any) -> None:
+        assert arguments[:6] == ("stream", "function", "metadata", None, None, None)
+        self.jitted.launches.append(("directly", (x, y, z), arguments[6:]))
 
 
 @pytest.fixture
@@ -63,6 +66,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     monkeypatch.setattr(module, "JITFunction", Jitted)
     monkeypatch.setattr(module, "past_binding", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    active = SimpleNamespace(get_current_stream=lambda device: "stream")
+    monkeypatch.setattr(module, "driver", SimpleNamespace(active=active))
     found = kernel(example)
     found.jitted = Jitted()
     return found
@@ -184,12 +189,13 @@ def test_undocumented_names_of_triton(name: str) -> None:
         found = reduce(getattr, name.split("."), triton)
     except AttributeError:
         pytest.fail(f"this Triton has no {purpose}")
-    if name.endswith("run"):
+    if name.endswith("JITFunction.run"):
         body = inspect.getsource(found).rstrip()
         assert body.endswith("return kernel"), purpose
-    if name.endswith("__getitem__"):
-        assert list(inspect.signature(found).parameters) == ["self", "grid"], purpose
-        assert re.search(r"def runner\(\*args, stream=None\)", inspect.getsource(found)), purpose
+        assert "stream = driver.active.get_current_stream(device)" in body, purpose
+        given = r"grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
+        hooks = r"knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, \*bound_args"
+        assert re.search(rf"kernel.run\(grid_0, grid_1, {given}\s*{hooks}", body), purpose
 
 
 @pytest.mark.gpu

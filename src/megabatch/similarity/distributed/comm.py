@@ -44,15 +44,15 @@ def group_name(group: object) -> str:
         ValueError: this process is no member of the group, or a mesh has more dimensions.
     """
     available = dist.is_available()
-    if isinstance(group, str) and group == "local":
+    if (isinstance(group, str) and group == "local") or (
+        group is None and not (available and dist.is_initialized())
+    ):
         return ""
     if available and isinstance(group, DeviceMesh):
         return _name_of_mesh(group)
     if available and group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("group: expected a group that this process is a member of")
     if group is None:
-        if not available or not dist.is_initialized():
-            return ""
         group = dist.group.WORLD
     if not available or not isinstance(group, dist.ProcessGroup):
         raise TypeError(

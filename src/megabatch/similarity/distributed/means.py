@@ -49,10 +49,13 @@ def global_mean(
         CommunicationError: another process is gone, or did not make its call in time.
     """
     if weights is not None:
-        return share_of_mean((weights * values).sum(), len(values), group, weights, name=name)
-    if batch is None:
-        return share_of_mean(values.sum(), len(values), group, name=name)
+        total = (weights * values).sum()
+        return share_of_mean(total, values.shape[0], group, weights, name=name)
     size = rank_and_size(group)[1]
+    if size == 1 and _checked(values.shape[0], name):
+        return values.mean()
+    if batch is None:
+        return share_of_mean(values.sum(), values.shape[0], group, name=name)
     if torch.compiler.is_compiling():
         return values.sum() * (size / batch.to(values.dtype))
     return values.sum() * (size / _checked(int(batch), name))

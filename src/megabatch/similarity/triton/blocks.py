@@ -60,7 +60,7 @@ class KernelTiles(Tiles):
         if self._ds is None or self._ds.numel() < m * stride:
             self._ds = None  # free the smaller one first
             self._ds = self.x.new_empty(m * stride)
-        return self._ds[: m * stride].view(m, stride)[:, :n]
+        return self._ds.as_strided((m, n), (stride, 1))
 
     def _block(self, i: slice, j: slice, bk: int) -> Block:
         """The block, for products of `bk` features a step."""
@@ -251,7 +251,7 @@ def scale_rows(
     Returns:
         parts of the sum <features, total> / gain; None without features.
     """
-    size, programs = len(total), cdiv(len(total), ROWS)
+    size, programs = total.shape[0], cdiv(total.shape[0], ROWS)
     parts = None if features is None else factor.new_empty(programs)
     if programs:
         scaled_rows.launch(

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -28,8 +29,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 PURPOSES = {
     "runtime.jit.JITFunction": "to tell a compiled kernel from an interpreted one",
     "runtime.jit.JITFunction.run": "to get the compiled kernel that a launch used",
-    "compiler.CompiledKernel.__getitem__": "to launch a compiled kernel without binding its "
-    "arguments: with a grid of three, on the current stream, with all arguments and constants",
+    "compiler.CompiledKernel.run": "to launch a compiled kernel without binding its arguments, "
+    "as JITFunction.run does, with no hooks of Triton's own profiler",
+    "runtime.driver": "to get the current stream, as JITFunction.run does",
 }
 #: Versions whose compiled kernels have been launched directly on a GPU. To add one, run
 #: `pytest -m gpu tests/similarity/triton` with it, on a Hopper GPU too: `hopper` is for these
@@ -78,12 +80,15 @@ class Kernel:
         if not (past_binding and isinstance(self.jitted, JITFunction)):  # or it is interpreted
             self._bind(programs, arguments, *rest)
             return
-        key = torch.cuda.current_device(), rest, tuple(kinds(arguments))
+        device = torch.cuda.current_device()
+        key = device, rest, kinds(arguments)
         compiled = self._compiled.get(key)
         if compiled is None:
             self._compiled[key] = self._bind(programs, arguments, *rest)
-        else:
-            compiled[(programs, 1, 1)](*arguments, *rest[0])
+            return
+        stream, hooks = driver.active.get_current_stream(device), (None, None, None)
+        of_kernel = compiled.function, compiled.packed_metadata
+        compiled.run(programs, 1, 1, stream, *of_kernel, *hooks, *arguments, *rest[0])
 
     def _bind(
         self,
@@ -132,27 +137,25 @@ def _launch_by_name(
     return made
 
 
-def kinds(arguments: tuple[Any, ...]) -> list[Any]:
+def kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The kind of each argument: launches with the same kinds share a compiled kernel.
 
     Triton specialises a kernel to dtypes, to addresses that divide by 16 and to numbers that are 1
     or divide by 16. Kinds distinguish a few more numbers, also those that no kernel is specialised
     to: that costs a few dozen entries in all.
     """
-    found: list[Any] = []
-    for a in arguments:
-        kind = type(a)
-        if kind is int:
-            if 0 <= a < 16:
-                found.append(a)
-            else:  # 16 to 19: int32 or int64, a multiple of 16 or not
-                found.append((16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
-        elif a is None:
-            found.append(None)
-        elif kind is Tensor or isinstance(a, Tensor):
-            found.append(a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
-        elif kind is TensorDescriptor:
-            found.append((a.base.dtype, *a.block_shape))
-        else:
-            found.append(kind)
-    return found
+    return tuple(
+        [
+            # From 16 on: int32 or int64, a multiple of 16 or not.
+            (a if 0 <= a < 16 else (16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
+            if (kind := type(a)) is int
+            else None
+            if a is None
+            else (a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
+            if kind is Tensor or isinstance(a, Tensor)
+            else (a.base.dtype, *a.block_shape)
+            if kind is TensorDescriptor
+            else kind
+            for a in arguments
+        ]
+    )

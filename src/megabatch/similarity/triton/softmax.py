@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megabatch.similarity import states
-from megabatch.similarity.matrix import Matrix
+from megabatch.similarity.matrix import Matrix, narrow
 from megabatch.similarity.tiles import State, StateTiles
 from megabatch.similarity.triton import hopper
 from megabatch.similarity.triton.blocking import TILE, cdiv
@@ -103,18 +103,23 @@ class BinaryStates(StateTiles):
     def write_grad(
         self, total: Tensor, side: str, rows: slice, factor: Tensor, scale_grad: bool, out: Any
     ) -> Tensor | None:
-        out = None if out is None else out[rows].flatten(0, -2)
-        features = (self.x if side == "x" else self.y)[rows] if scale_grad else None
-        features = None if features is None else features.flatten(0, -2)
-        parts = scale_rows(total.flatten(0, -2), out, factor, self.width, features=features)
+        features = (self.x if side == "x" else self.y) if scale_grad else None
+        out, features = (t if t is None else as_rows(narrow(t, rows)) for t in (out, features))
+        parts = scale_rows(as_rows(total), out, factor, self.width, features=features)
         return None if parts is None else parts.sum()
+
+
+def as_rows(features: Tensor) -> Tensor:
+    """Features (m, l, d) as (m * l, d), and (m, d) as they are."""
+    return features if features.dim() == 2 else features.flatten(0, 1)
 
 
 def new_upstream(results: Tensor, gradient: Tensor) -> Upstream:
     """A side's upstream from its results and their upstream gradients."""
     if gradient.stride(1) != 1:
         gradient = gradient.contiguous()
-    has_positives, size = len(results) > 1, results.shape[1]
+    parts, size = results.shape
+    has_positives = parts > 1
     out = results.new_empty(5 if has_positives else 2, size)
     extremes = results.new_empty(2, cdiv(size, TILE))
     tiles = extremes.shape[1]
