@@ -84,6 +84,14 @@ def test_what_they_take(changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
     assert takes(x, block, case["items"]) is (not changed)
 
 
+def test_programs_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
+    x = torch.empty(0)
+    assert hopper.programs(x, 1000) == 132
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert [hopper.programs(x, items) for items in (1000, 200)] == [264, 200]
+
+
 @on_hopper
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
