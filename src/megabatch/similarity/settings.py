@@ -73,8 +73,11 @@ def of_call(x: Tensor) -> Settings:
     return Settings(workspace(x), products, chosen.gather, chosen.grid)
 
 
-class applied:  # noqa: N801 - a function by its use; a generator's context takes longer
-    """Apply the settings that a call with features like x was made with, without autocast."""
+class applied:
+    """Apply the settings that a call with features like x was made with, without autocast.
+
+    A class, since a generator's context manager takes several times as long.
+    """
 
     def __init__(self, settings: Sequence[int], x: Tensor) -> None:
         self._call, self._x = Settings(*settings), x

@@ -312,7 +312,8 @@ def make_operands(*tensors: Any, cols: bool, group: object, call: str) -> Operan
     if name:
         wanted = ", ".join(compress(("x", "y", "scale"), needs)) or "none"
         call = f"{call}, gradients wanted: {wanted}"
-    return Operands(*tensors, cols, save, call, name, settings.of_call(x))
+    plain: tuple[Any, ...] = cols, save, call, name, settings.of_call(x)
+    return Operands(*tensors, *plain)
 
 
 class Results(NamedTuple):

@@ -97,7 +97,7 @@ def multiprocessors(device: torch.device) -> int:
 def programs(x: Tensor, items: int) -> int:
     """How many programs to launch: one for each multiprocessor, among several processes two.
 
-    A transfer may hold some when a launch begins. If none does, two cost up to 5%.
+    A transfer may hold some when a launch begins. If none does, two cost up to 7%.
     """
     waves = 2 if dist.is_available() and dist.is_initialized() else 1
     return min(items, waves * multiprocessors(x.device))
