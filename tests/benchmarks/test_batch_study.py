@@ -10,6 +10,7 @@ import pytest
 
 import batch_study
 from batch_study import TUNING_SEED, Point, expected_seconds, samples_by_time, tuned
+from machinery import text_pairs
 from machinery.study import Run
 from tests.benchmarks.study_files import write_icons, write_texts
 from tests.benchmarks.test_scripts import run
@@ -18,6 +19,7 @@ from tests.benchmarks.test_scripts import run
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_study, "SIZES", {"icons": (8,), "texts": (8,)})
+    monkeypatch.setattr(text_pairs, "VOCABULARY", 128)  # tables of 16,384 take seconds
     monkeypatch.setattr(batch_study, "OTHERS", (("icons", "siglip", 8, 8),))
     monkeypatch.setattr(batch_study, "LOWEST_RATE", batch_study.RATES[0])
     monkeypatch.setattr(batch_study, "HIGHEST_RATE", batch_study.RATES[-1])
@@ -33,8 +35,8 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 def test_a_study_is_continued_shown_and_plotted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, texts = tmp_path / "study.json", write_texts(tmp_path / "texts.npz")
-    words = (f"--texts={texts}", f"--output={output}", "--data=texts", "--samples=16",
+    output, texts = tmp_path / "study.json", write_texts(tmp_path / "texts.npz", 12)
+    words = (f"--texts={texts}", f"--output={output}", "--data=texts", "--samples=8",
              "--seeds=2", "--gpus=0")  # fmt: skip
     listed = call(capsys, *words, "--list")
     assert len(listed) == 3 + 1  # rates, and the sum
@@ -43,7 +45,7 @@ def test_a_study_is_continued_shown_and_plotted(
     assert shown[-1] == "7 runs done, 0 can begin"  # 3 rates, 2 warm-ups and 2 seeds
     content = json.loads(output.read_text())
     assert len(content["records"]) == len(shown) - 1
-    assert content["tests"]["texts"]["train_pairs"] == 60
+    assert content["tests"]["texts"]["train_pairs"] == 12
     content["records"] = content["records"][:-1]
     output.write_text(json.dumps(content))
     assert call(capsys, *words, "--budget-seconds=0")[-1] == "6 runs done, 1 can begin"
@@ -60,7 +62,7 @@ def test_packed_icons_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFix
     file = tmp_path / "icons.npz"
     call(capsys, "--pack", str(write_icons(tmp_path / "icons")), str(file))
     output = tmp_path / "study.json"
-    call(capsys, f"--icons={file}", f"--output={output}", "--data=icons", "--samples=16",
+    call(capsys, f"--icons={file}", f"--output={output}", "--data=icons", "--samples=8",
          "--seeds=1", "--gpus=0")  # fmt: skip
     records = json.loads(output.read_text())["records"]
     assert {record["loss"] for record in records} == {"clip", "siglip"}
