@@ -241,8 +241,13 @@ def executor(devices: list[str], data: dict[str, Path]) -> Executor:
 
 
 def prepare(devices: Any, data: dict[str, Path]) -> None:
-    """Take a device and load the data sets."""
-    device = torch.device(devices.get())
+    """Take a device of a queue and load the data sets."""
+    load(devices.get(), data)
+
+
+def load(name: str, data: dict[str, Path]) -> None:
+    """Load the data sets onto the device of that name, which this process uses from now on."""
+    device = torch.device(name)
     torch._dynamo.config.recompile_limit = 64  # one for each shape of a batch
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -264,11 +269,13 @@ def do(run: Run) -> Record:
 
 def measured_times(options: argparse.Namespace) -> list[Record]:
     """The time of a step of each point, one after the other on an idle GPU."""
-    devices: Any = iter(["cuda:0"])
-    devices.get = devices.__next__
-    prepare(devices, {name: getattr(options, name) for name in options.data})
+    load(
+        "cuda:0" if options.gpus else "cpu", {name: getattr(options, name) for name in options.data}
+    )
     times = []
     for point in points(options):
+        if point.loss.startswith("hard"):  # its steps become slower when negatives are mined
+            continue
         run = Run(*point, options.samples // point.batch, RATES[0], WARMUPS[0], 0)
         times.append(step_time(run, _data[point.data], options.time))
         print(times[-1], flush=True)

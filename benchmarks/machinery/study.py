@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from machinery.icon_towers import Block
 from machinery.study_data import TOWERS, WIDTH, Pairs, StudyData
 from megabatch import ClipLoss, GradientCache, InfoNCELoss, SigLipLoss
 from megabatch.data.order import Order, Part
@@ -148,9 +149,9 @@ class Training:
         device = pairs.ids.device
         torch.manual_seed(run.seed)
         self.model = Model(run, pairs).to(device).train()
-        for block in self.model.modules():
-            if device.type == "cuda" and type(block).__name__ == "Block":
-                block.compile(dynamic=False)
+        for module in self.model.modules():
+            if device.type == "cuda" and isinstance(module, Block):
+                module.compile(dynamic=False)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [

@@ -12,6 +12,7 @@ import batch_study
 from batch_study import TUNING_SEED, Point, expected_seconds, samples_by_time, tuned
 from machinery import text_pairs
 from machinery.study import Run
+from machinery.study_data import StudyData
 from tests.benchmarks.study_files import write_icons, write_texts
 from tests.benchmarks.test_scripts import run
 
@@ -69,6 +70,31 @@ def test_packed_icons_and_another_loss(tmp_path: Path, capsys: pytest.CaptureFix
     assert all(record["status"] == "ok" for record in records)
     tests = {"in_domain", "unseen", "seen", "validation", "training_loss"}
     assert records[-1]["final"].keys() == tests
+
+
+@pytest.mark.concurrency
+@pytest.mark.usefixtures("small")
+def test_measured_times_give_runs_of_equal_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_study, "CLOCK", 8)
+    monkeypatch.setattr(batch_study, "SIZES", {"texts": (4, 8)})
+    monkeypatch.setattr(batch_study, "OTHERS", (("texts", "hard-2", 8, 8),))
+
+    def step_time(run: Run, data: StudyData, seconds: float) -> dict[str, Any]:
+        assert (len(data.train.ids), seconds) == (12, 2.5)
+        shape = {name: getattr(run, name) for name in Point._fields}
+        return {**shape, "ms": {4: 1.0, 8: 4.0}[run.batch]}
+
+    monkeypatch.setattr(batch_study, "step_time", step_time)
+    texts, output = write_texts(tmp_path / "texts.npz", 12), tmp_path / "study.json"
+    words = (f"--texts={texts}", f"--output={output}", "--data=texts", "--samples=8",
+             "--seeds=1", "--gpus=0")  # fmt: skip
+    call(capsys, *words, "--time=2.5")
+    assert [t["batch"] for t in json.loads(output.read_text())["times"]] == [4, 8]
+    call(capsys, *words, "--sizes-only")
+    runs = [r for r in json.loads(output.read_text())["records"] if r["seed"] == 0]
+    assert {(r["batch"], r["steps"]) for r in runs} == {(4, 2), (4, 4), (8, 1)}
 
 
 def record(recall: float) -> dict[str, Any]:

@@ -144,18 +144,20 @@ def kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     or divide by 16. Kinds distinguish a few more numbers, also those that no kernel is specialised
     to: that costs a few dozen entries in all.
     """
-    return tuple(
-        [
-            # From 16 on: int32 or int64, a multiple of 16 or not.
-            (a if 0 <= a < 16 else (16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
-            if (kind := type(a)) is int
-            else None
-            if a is None
-            else (a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
-            if kind is Tensor or isinstance(a, Tensor)
-            else (a.base.dtype, *a.block_shape)
-            if kind is TensorDescriptor
-            else kind
-            for a in arguments
-        ]
-    )
+    found: list[Any] = []
+    for a in arguments:
+        kind = type(a)
+        if kind is int:
+            if 0 <= a < 16:
+                found.append(a)
+            else:  # 16 to 19: int32 or int64, a multiple of 16 or not
+                found.append((16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
+        elif a is None:
+            found.append(None)
+        elif kind is Tensor or isinstance(a, Tensor):
+            found.append(a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
+        elif kind is TensorDescriptor:
+            found.append((a.base.dtype, *a.block_shape))
+        else:
+            found.append(kind)
+    return tuple(found)
