@@ -10,8 +10,14 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, Any
 
 from megabatch.errors import UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where files are not locked
+    fcntl = None  # type: ignore[assignment]
 
 
 @contextlib.contextmanager
@@ -72,6 +78,25 @@ def new_folder(output: Path) -> Iterator[Path]:
         raise UsageError(f"cannot write {output}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def lock(file: IO[Any], *, wait: bool) -> None:
+    """Lock a file that is open for writing against other processes, for as long as it is open.
+
+    Windows, and a file system that has no locks, lock nothing.
+
+    Raises:
+        BlockingIOError: another process has it, without `wait`.
+    """
+    if fcntl is None:
+        return
+    try:
+        # Not flock, whose locks the processes of a data loader would inherit.
+        fcntl.lockf(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise BlockingIOError(*error.args) from error
+    except OSError:
+        pass
 
 
 def folder_problem(folder: Path) -> str:

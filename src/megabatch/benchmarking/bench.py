@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -231,7 +230,7 @@ def in_process(case: Record, options: LossOptions) -> Record:
     if ended.returncode == 0:
         found = json.loads(ended.stdout.decode().splitlines()[-1])
         return Record(**{**found, "times_ms": tuple(found["times_ms"])})
-    if ended.returncode == -signal.SIGKILL:
+    if ended.returncode == -9:
         return replace(case, status="out of memory", note="the operating system ended the process")
     lines = ended.stderr.decode(errors="replace").strip().splitlines()
     note = lines[-1] if lines else f"exit code {ended.returncode}"

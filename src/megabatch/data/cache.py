@@ -6,7 +6,6 @@ Sources are read at random, so the files of object stores, web servers and comma
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import re
@@ -25,6 +24,7 @@ import fsspec
 import numpy as np
 from webdataset.shardlists import expand_urls
 
+from megabatch import files
 from megabatch.config.file import COMMAND
 from megabatch.errors import UsageError, one_line
 from megabatch.files import default_cache_dir, replacing
@@ -139,8 +139,7 @@ def _copied(identity: object, name: str, source: str, write: Callable[[Path], No
     place = _place("remote", identity, name)
     place.parent.mkdir(parents=True, exist_ok=True)
     with (place.parent / "lock").open("a") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: it is copied twice
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        files.lock(lock, wait=True)  # without locks it is copied twice
         if place.exists():
             return place
         print(f"copying {source} to {place}", file=sys.stderr)

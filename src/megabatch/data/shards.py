@@ -135,9 +135,7 @@ class TarSamples:
         offset, size = self._spans[index, KINDS.index(kind)].tolist()
         number = self._shard[index]
         try:
-            file = _open_file(self.paths[number], self._mtimes[number])
-            # A positioned read: processes that share a descriptor also share its file position.
-            data = os.pread(file.fileno(), size, offset)
+            data = _read(self.paths[number], self._mtimes[number], offset, size)
             if len(data) != size:
                 raise EOFError
         except (OSError, EOFError) as error:
@@ -147,6 +145,15 @@ class TarSamples:
     def image(self, index: int) -> Image.Image:
         """Return the sample's image; BadSample if it has none or it cannot be decoded."""
         return EncodedImage(self.read(index, "image"), self.key(index)).decode()
+
+
+def _read(path: str, mtime: int, offset: int, size: int) -> bytes:
+    if not hasattr(os, "pread"):  # Windows
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+    # A positioned read: processes that share a descriptor also share its file position.
+    return os.pread(_open_file(path, mtime).fileno(), size, offset)
 
 
 @functools.lru_cache(maxsize=_OPEN_FILES)

@@ -101,9 +101,10 @@ def _leave_signals_to_the_parent(worker: int) -> None:
     still needs the workers. Terminals, `timeout` and schedulers send theirs to whole groups of
     processes; the parent's own SIGTERM, at the end of its work, must be distinguished from those.
     """
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):  # not on macOS
+    for name in ("SIGINT", "SIGUSR1"):  # Windows has no SIGUSR1
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+    if hasattr(signal, "sigwaitinfo"):  # not on macOS and Windows
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_on_sigterm_of, args=(os.getppid(),), daemon=True).start()
 

@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,8 @@ def _newest_first(folder: Path) -> list[Path]:
 
 def _flush_folder(folder: Path) -> None:
     """Flush the entries of a folder to the disk, so that renames survive a power failure."""
+    if sys.platform == "win32":  # which opens no folders
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -8,7 +8,11 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+#: Windows has no SIGUSR1.
+SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
+)
+_TEMPORARY_FAILURE = 75  # os.EX_TEMPFAIL, which Windows lacks
 
 
 @contextlib.contextmanager
@@ -33,7 +37,7 @@ def signals_recorded(*, announce: bool = False) -> Iterator[list[int]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     try:
         yield received
     finally:
@@ -47,7 +51,7 @@ def exit_code(number: int) -> int:
     No process that a signal kills, and no shell that reports one, exits with 75, so it implies that
     there is a checkpoint.
     """
-    return 128 + signal.SIGINT if number == signal.SIGINT else os.EX_TEMPFAIL
+    return 128 + signal.SIGINT if number == signal.SIGINT else _TEMPORARY_FAILURE
 
 
 def _say_what_follows(number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,18 +13,13 @@ from megabatch.options import option
 
 
 def locked_file(folder: Path) -> TextIO:
-    """Open RUN/run.lock, and lock it for as long as it is open; UsageError if another process has.
-
-    A file system without locks gets none.
-    """
+    """Open RUN/run.lock, and lock it for as long as it is open; UsageError if another process has."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "run.lock").open("w")
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
+        files.lock(file, wait=False)
+    except BlockingIOError:
         raise UsageError(f"--output: {folder} is being written by another process") from None
-    except OSError:
-        pass
     return file
 
 
