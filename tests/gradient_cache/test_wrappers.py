@@ -160,6 +160,13 @@ def delayed(tower):
     return DistributedDataParallel(tower, param_to_hook_all_reduce=tower.first.weight, **names)
 
 
+def zero3(tower):
+    """With the attribute that DeepSpeed gives to parameters that it partitions."""
+    for number, parameter in enumerate(tower.parameters()):
+        parameter.ds_id = number
+    return tower
+
+
 fsdp1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"))
 
 
@@ -171,6 +178,7 @@ fsdp1 = functools.partial(FullyShardedDataParallel, device_id=torch.device("cpu"
         (delayed, "delay_all_reduce_named_params"),
         (fsdp1, r"\(FSDP1\) reduces the gradients of encoder 0"),
         (lambda tower: fsdp1(tower, use_orig_params=True).module, r"\(FSDP1\) .* of encoder 0"),
+        (zero3, r"ZeRO 3 has only parts of the weights of encoder 0 .* expected ZeRO 1 or 2"),
     ],
 )
 def test_ddp_that_cannot_hold_back_reductions_is_refused(wrap, refused):

@@ -23,7 +23,7 @@ from megabatch.gradient_cache.state import (
 from megabatch.gradient_cache.wrappers import (
     Wrappers,
     check_ddp_around,
-    check_not_fsdp1,
+    check_layout,
     modules_in,
     parameters_in,
 )
@@ -59,7 +59,7 @@ class Encoding:
         self.modules = modules_in(encoder)
         self.wrappers = Wrappers(self.modules)
         self.parameters = parameters_in(encoder)
-        check_not_fsdp1(self.name, self.parameters.values())
+        check_layout(self.name, self.parameters.values())
         tensors = [*self.parameters.values(), *feed.tensors]
         self.inputs = [tensor for tensor in tensors if tensor.requires_grad]
         self.devices = cuda_devices(tensors)

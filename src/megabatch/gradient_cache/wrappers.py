@@ -155,13 +155,20 @@ class UnusedParameters(RuntimeError):
         )
 
 
-def check_not_fsdp1(encoder: str, parameters: Iterable[Tensor]) -> None:
-    """Raise a ValueError for the parameters of FSDP1, inside the encoder or around the step."""
-    if any(hasattr(parameter, "_fsdp_flattened") for parameter in parameters):
-        raise ValueError(
-            f"encoders: FullyShardedDataParallel (FSDP1) reduces the gradients of {encoder} in "
-            "every micro-batch; expected fully_shard (FSDP2)"
-        )
+def check_layout(encoder: str, parameters: Iterable[Tensor]) -> None:
+    """Raise a ValueError for parameters of FSDP1 or ZeRO 3, inside the encoder or around it."""
+    for parameter in parameters:
+        if hasattr(parameter, "_fsdp_flattened"):
+            raise ValueError(
+                f"encoders: FullyShardedDataParallel (FSDP1) reduces the gradients of {encoder} in "
+                "every micro-batch; expected fully_shard (FSDP2)"
+            )
+        if hasattr(parameter, "ds_id"):
+            raise ValueError(
+                f"encoders: DeepSpeed's ZeRO 3 has only parts of the weights of {encoder} on each "
+                "rank, also while its gradients are added up; expected ZeRO 1 or 2, or "
+                "fully_shard (FSDP2)"
+            )
 
 
 def check_ddp_around(encoder: str, ddp: DistributedDataParallel | None) -> None:
