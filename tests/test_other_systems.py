@@ -1,4 +1,4 @@
-"""macOS and Windows, simulated: without Triton and what only POSIX has, in processes that start anew.
+"""macOS and Windows, simulated: without Triton and what only POSIX has, with spawned workers.
 
 Nothing has run on these systems themselves.
 """

@@ -56,9 +56,11 @@ def test_cells_run(notebook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("notebook", NOTEBOOKS)
 def test_colab_opens_the_notebook_and_installs_the_library(notebook: str) -> None:
     first, install, *_ = json.loads((ROOT / notebook).read_text("utf-8"))["cells"]
-    owner = re.search(rf"google.com/github/([^/]+/[^/]+)/blob/main/{notebook}", "".join(first["source"]))
+    owner = re.search(
+        rf"google.com/github/([^/]+/[^/]+)/blob/main/{notebook}", "".join(first["source"])
+    )
     assert owner
-    assert f"megabatch[train] @ git+https://github.com/{owner[1]}\"" in "".join(install["source"])
+    assert f'megabatch[train] @ git+https://github.com/{owner[1]}"' in "".join(install["source"])
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS)

@@ -13,7 +13,7 @@ from megabatch.options import option
 
 
 def locked_file(folder: Path) -> TextIO:
-    """Open RUN/run.lock, and lock it for as long as it is open; UsageError if another process has."""
+    """Open RUN/run.lock, locked for as long as it is open; UsageError if another process has it."""
     folder.mkdir(parents=True, exist_ok=True)
     file = (folder / "run.lock").open("w")
     try:
