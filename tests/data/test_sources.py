@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megabatch.data.loader import Batch, PairLoader
-from megabatch.data.order import MixedPairs, Part, pairs_per_epoch, parts_of
+from megabatch.data.order import MixedPairs, Part, order_of, parts_of
 from megabatch.data.pairs import caption_id
 from megabatch.data.shards import ShardPairs
 from megabatch.data.sources import open_pairs
@@ -141,10 +141,10 @@ def test_without_factors_it_is_one_data_set():
 
 def test_factors_are_how_often_a_sample_comes_each_time_augmented_anew():
     pairs = mixed([1, 2, 0.5])
-    assert pairs_per_epoch(pairs) == 30 + 20 + 10
+    assert order_of(pairs, 10).pairs == 30 + 20 + 10
     assert pairs.shares[1:] == [
-        "b: 10 pairs, of which an epoch draws 20",
-        "c: 20 pairs, of which an epoch draws 10",
+        "b: 10 pairs, of which an epoch draws 20 (33.3% of the pairs)",
+        "c: 20 pairs, of which an epoch draws 10 (16.7% of the pairs)",
     ]
     data = loader(pairs)
     assert data.batches_per_epoch == 6

@@ -24,6 +24,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, BeforeValidator(parse_bytes)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Batches = Literal["mixed", "one-source", "in-turn"]
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -69,6 +70,17 @@ class TrainConfig:
     train_data_upsampling_factors: str | None = None
     """How often an epoch uses each sample, one number per source: with '1::2' the second source's
     samples come twice, with '1::0.5' every other one in turn."""
+    train_data_temperature: PositiveFloat | None = None
+    """T: draw from sources in proportion to (size x factor) ** (1 / T), as many pairs an epoch in
+    all. Above 1 small sources come more often; a large T draws equally from all."""
+    train_data_batches: Batches = "mixed"
+    """one-source: each global batch is from one source, at random in proportion to their draws;
+    in-turn: likewise, but equally many batches of each source, in turn."""
+    query_prefix: str | None = None
+    """What each first text begins with, for pairs of texts: one prefix, or one per source, as in
+    'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. --val-data gets the first one."""
+    caption_prefix: str | None = None
+    """What each caption or second text begins with, and each hard negative; likewise."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: filepath, image, image_path or
     file_name. This and the next three are the same for all sources."""
@@ -238,6 +250,8 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
     """Settings that contradict each other."""
     if config.decode == "late" and config.workers == 0:
         yield "--workers 0: expected at least 1 with --decode late, which is their work"
+    if config.val_data == "glyphs" and config.caption_prefix:
+        yield f"--caption-prefix {config.caption_prefix!r}: expected without --val-data glyphs"
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield f"--csv-query-key {config.csv_query_key}: expected without --csv-img-key"
     loss = TRAINABLE.get(config.loss)  # none: the user's own

@@ -56,6 +56,10 @@ class EvalConfig:
     text."""
     csv_separator: str | None = None
     """Separator of a text table. Default: a tab if the header has one, else a comma."""
+    query_prefix: str | None = None
+    """What each first text begins with. Default: as in training, of its first source."""
+    caption_prefix: str | None = None
+    """What each caption or second text begins with. Default: likewise."""
 
     class_data: str | None = None
     """Classification: test images, in a folder with one folder per class, or in shards whose
@@ -82,7 +86,10 @@ class EvalConfig:
 _ONLY_WITH = {
     "model": ("pretrained",),
     "run": ("trust",),
-    "val_data": ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
+    "val_data": (
+        *("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
+        *("query_prefix", "caption_prefix"),
+    ),
     "class_data": ("class_names", "templates"),
 }
 

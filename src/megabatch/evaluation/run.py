@@ -193,7 +193,7 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
         UsageError: data cannot be opened, do not suit the model, or are missing.
     """
     of_texts = opened.towers.first == "text"
-    for name in ("class_data", "csv_img_key") if of_texts else ("csv_query_key",):
+    for name in ("class_data", "csv_img_key") if of_texts else ("csv_query_key", "query_prefix"):
         if getattr(config, name) is not None:
             takes = "texts with texts, not images" if of_texts else "images with texts, not texts"
             raise UsageError(f"{option(name)}: {opened.towers.name} takes {takes}")
