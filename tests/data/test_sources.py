@@ -143,8 +143,8 @@ def test_factors_are_how_often_a_sample_comes_each_time_augmented_anew():
     pairs = mixed([1, 2, 0.5])
     assert order_of(pairs, 10).pairs == 30 + 20 + 10
     assert pairs.shares[1:] == [
-        "b: 10 pairs, of which an epoch draws 20 (33.3% of the pairs)",
-        "c: 20 pairs, of which an epoch draws 10 (16.7% of the pairs)",
+        "b: 10 pairs, of which an epoch draws 20 (33.3%)",
+        "c: 20 pairs, of which an epoch draws 10 (16.7%)",
     ]
     data = loader(pairs)
     assert data.batches_per_epoch == 6

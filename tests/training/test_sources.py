@@ -114,7 +114,7 @@ def test_an_epoch_is_what_the_factors_say(
     assert prepare(make_config(tmp_path / "run", **mixed)).total_steps == 2 * (40 + 16) // 8
     assert train(make_config(tmp_path / "run", **{**mixed, "epochs": 1})) == 0
     told = capsys.readouterr().out
-    assert f"{pictures}: 40 pairs, of which an epoch draws 16 (28.6% of the pairs)\n" in told
+    assert f"{pictures}: 40 pairs, of which an epoch draws 16 (28.6%)\n" in told
     other = make_config(
         tmp_path / "run", **{**mixed, "train_data_upsampling_factors": "1::0.6"}, resume=True
     )

@@ -78,7 +78,7 @@ class TrainConfig:
     in-turn: likewise, but equally many batches of each source, in turn."""
     query_prefix: str | None = None
     """What each first text begins with, for pairs of texts: one prefix, or one per source, as in
-    'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. --val-data gets the first one."""
+    'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. evaluation takes the first one."""
     caption_prefix: str | None = None
     """What each caption or second text begins with, and each hard negative; likewise."""
     csv_img_key: str | None = None
@@ -250,8 +250,6 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
     """Settings that contradict each other."""
     if config.decode == "late" and config.workers == 0:
         yield "--workers 0: expected at least 1 with --decode late, which is their work"
-    if config.val_data == "glyphs" and config.caption_prefix:
-        yield f"--caption-prefix {config.caption_prefix!r}: expected without --val-data glyphs"
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield f"--csv-query-key {config.csv_query_key}: expected without --csv-img-key"
     loss = TRAINABLE.get(config.loss)  # none: the user's own

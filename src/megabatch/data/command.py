@@ -80,8 +80,7 @@ def inspect(argv: list[str]) -> int:
     from megabatch.data.pairs import BadSample, caption_id
     from megabatch.data.sources import open_configured
 
-    has_negatives = options.csv_negative_key is not None
-    dataset: Any = open_configured(options.data, options, negatives=has_negatives)
+    dataset: Any = open_configured(options.data, options, negatives=bool(options.csv_negative_key))
     size = len(dataset)
     chosen = np.linspace(0, size - 1, min(options.limit or size, size)).astype(int).tolist()
     examples: list[str] = []

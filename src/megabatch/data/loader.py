@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -236,8 +237,9 @@ class PairLoader:
         return lines
 
     def source_of(self, batch: Batch) -> int | None:
-        """The number, from 0, of the source of a batch, the same on all ranks; None if mixed."""
-        return self._order.part_of(int(batch.indices[0]))
+        """The number, from 0, of a batch's part of the data set; None if it is from all."""
+        ends = list(itertools.accumulate(part.size for part in self._order.parts))
+        return bisect_right(ends, int(batch.indices[0])) if self._order.block > 1 else None
 
     def count_damaged(self, batch: Batch) -> None:
         """Count the images of a batch that turned out to be damaged when decoded."""

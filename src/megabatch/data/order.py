@@ -42,10 +42,9 @@ def largest_batch(dataset: PairDataset) -> tuple[int, str]:
     parts = parts_of(dataset)
     if getattr(dataset, "batches", "mixed") == "mixed":
         return sum(part.drawn for part in parts), "the pairs that there are"
-    names = getattr(dataset, "names", range(1, len(parts) + 1))
-    sizes = (min(part.size, part.drawn) for part in parts)
-    most, smallest = min(zip(sizes, names, strict=True), key=lambda pair: pair[0])
-    return most, f"the pairs of {smallest} in an epoch, as each batch is from one source"
+    names: Sequence[str] = dataset.names  # type: ignore[attr-defined]
+    most, name = min((min(p.size, p.drawn), n) for p, n in zip(parts, names, strict=True))
+    return most, f"the pairs of {name} in an epoch, as each batch is from one source"
 
 
 def order_of(dataset: PairDataset, batch_size: int, seed: int = 0) -> Order:
@@ -104,11 +103,6 @@ class Order:
             found["batches"] = f"{self.block} of a source" + ", in turn" * self.in_turn
         return found
 
-    def part_of(self, index: int) -> int | None:
-        """The number of the part that a batch with this sample is from; None: from any."""
-        ends = np.cumsum([part.size for part in self.parts])
-        return int(np.searchsorted(ends, index, side="right")) if self.block > 1 else None
-
     def draws(self) -> np.ndarray:
         """Return the draws of the current epoch, int64 (pairs,), all different.
 
@@ -119,10 +113,10 @@ class Order:
         if len(own) == 1:
             return own[0]
         blocks = [len(draws) // self.block for draws in own]
+        part_of = np.repeat(np.arange(len(own), dtype=np.int32), blocks)
         if self.in_turn:
-            part_of = np.tile(np.arange(len(own), dtype=np.int32), blocks[0])
+            part_of = part_of.reshape(len(own), -1).T.ravel()
         else:
-            part_of = np.repeat(np.arange(len(own), dtype=np.int32), blocks)
             part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
         part_of = part_of.repeat(self.block)
         draws = np.empty(self.pairs, dtype=np.int64)
@@ -221,29 +215,27 @@ class MixedPairs(ConcatDataset[Pair]):
             if part.drawn == 0:
                 option = FACTORS if temperature is None else TEMPERATURE
                 raise UsageError(f"{option}: {share}; expected 1 or more")
-            percent = part.drawn / sum(part.drawn for part in self.parts)
-            what = "pairs" if batches == "mixed" else "batches"
-            self.shares.append(f"{share} ({percent:.1%} of the {what})")
+            self.shares.append(f"{share} ({part.drawn / sum(map(round, draws)):.1%})")
 
 
 def _expected_draws(
     sizes: list[int], factors: Sequence[float] | None, temperature: float | None, batches: str
 ) -> list[float]:
     """The draws of an epoch from sources of these sizes, not rounded; see `MixedPairs`."""
-    for option, value, default in ((TEMPERATURE, temperature, None), (BATCHES, batches, "mixed")):
-        if value != default and len(sizes) == 1:
-            raise UsageError(f"{option} {value}: expected several sources joined by '::', got 1")
+    if len(sizes) == 1 and (temperature is not None or batches != "mixed"):
+        raise UsageError(
+            f"{TEMPERATURE}, {BATCHES}: expected several sources joined by '::', got 1"
+        )
     if batches not in get_args(Batches):
         raise UsageError(f"{BATCHES} {batches}: expected {', '.join(get_args(Batches))}")
     draws = [n * f for n, f in zip(sizes, factors or [1] * len(sizes), strict=True)]
     if batches == "in-turn":
-        if factors or temperature is not None:
-            other = FACTORS if factors else TEMPERATURE
-            raise UsageError(f"{BATCHES} in-turn: equally many of each source; expected no {other}")
-        temperature = math.inf
-    if temperature is None:
+        if factors or temperature:
+            raise UsageError(f"{BATCHES} in-turn: expected without {FACTORS} and {TEMPERATURE}")
+        temperature = math.inf  # equal draws
+    if temperature in (None, 1):
         return draws
-    if not temperature > 0:
+    if not (temperature and temperature > 0):
         raise UsageError(f"{TEMPERATURE} {temperature}: expected a number above 0")
     weights = [(drawn / max(draws)) ** (1 / temperature) for drawn in draws]
     return [sum(draws) * weight / sum(weights) for weight in weights]

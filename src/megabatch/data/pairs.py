@@ -100,7 +100,7 @@ class PairDataset(Protocol):
     A source may also have `damage: list[str]`, a line for each part of its files that cannot be
     read; `first`, "text" if its pairs are of two texts (the default is "image"); `parts`, if an
     epoch is not each of its samples once (see `megabatch.data.order.Part`); and `batches`, if each
-    batch is to be of one part (see `megabatch.data.order.MixedPairs`).
+    is to be of one part, with `names` of the parts (see `megabatch.data.order.MixedPairs`).
 
     A source of small images of one size, none of them bad, may give many at once, which is many
     times faster: `arrays(indices)`, uint8 (b, channels, height, width), and `texts(indices)`, their

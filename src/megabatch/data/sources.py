@@ -74,8 +74,7 @@ def open_pairs(
     specs = split_spec(spec)
     queries = prefixes_of("--query-prefix", query_prefix, len(specs))
     captions = prefixes_of("--caption-prefix", caption_prefix, len(specs))
-    given = upsampling_factors
-    factors = None if given is None else parse_factors(given, len(specs))
+    factors = parse_factors(upsampling_factors, len(specs))
     wanted = Wanted(
         *(image_column, query_column, caption_column, separator),
         negatives=negatives,
@@ -123,21 +122,17 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-def parse_factors(text: str, sources: int) -> list[float]:
-    """Parse factors in OpenCLIP's notation, "1::2".
-
-    Raises:
-        UsageError: they are not numbers above 0, one per source.
-    """
+def parse_factors(text: str | None, sources: int) -> list[float] | None:
+    """Factors in OpenCLIP's notation, "1::2"; a UsageError if not numbers above 0, one a source."""
+    if text is None:
+        return None
     try:
         factors = [float(part) for part in text.split(SEPARATOR)]
     except ValueError:
         factors = []
     if len(factors) != sources or not all(0 < factor < math.inf for factor in factors):
-        raise UsageError(
-            f"{FACTORS}: {text!r}; expected {plural(sources, 'number')} above 0, one for each "
-            f"source, joined by {SEPARATOR!r}, as in '1::2'"
-        )
+        numbers = f"{plural(sources, 'number')} above 0, one for each source"
+        raise UsageError(f"{FACTORS}: {text!r}; expected {numbers}, joined by '::', as in '1::2'")
     return factors
 
 

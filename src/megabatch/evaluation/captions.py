@@ -18,7 +18,7 @@ from megabatch.data.pairs import (
     clean_caption,
     is_blank,
 )
-from megabatch.data.sources import ALL_TABLES, find_files, split_prefixes, split_spec
+from megabatch.data.sources import ALL_TABLES, find_files, split_spec
 from megabatch.data.tables import Wanted, open_tables
 from megabatch.errors import UsageError
 from megabatch.evaluation.samples import Sample, Samples
@@ -41,8 +41,7 @@ def open_val_data(val_data: str, model: str, first: str, settings: Mapping[str, 
         val_data: a source for `open_captioned`.
         model: its name, for messages.
         first: the model's first input, "image" or "text".
-        settings: of a run or an evaluation, some of which name the columns of tables and prefixes
-            of texts: of several ones the first.
+        settings: of a run or an evaluation, some of which name the columns of tables.
 
     Raises:
         UsageError: the data cannot be opened, or are not of the kind that the model takes.
@@ -52,10 +51,7 @@ def open_val_data(val_data: str, model: str, first: str, settings: Mapping[str, 
     samples = open_captioned(val_data, Wanted(**columns, lists=True))
     if samples.first != first:
         raise UsageError(f"{model} takes {first}s with texts, but {val_data} has {samples.first}s")
-    query, caption = (
-        split_prefixes(settings.get(f"{side}_prefix"))[0] for side in ("query", "caption")
-    )
-    return PrefixedSamples(samples, query, caption) if query or caption else samples
+    return samples
 
 
 def open_captioned(spec: str, wanted: Wanted = USUAL) -> Samples:
@@ -88,22 +84,6 @@ def open_captioned(spec: str, wanted: Wanted = USUAL) -> Samples:
 
 def _is_table(source: str) -> bool:
     return source != GLYPHS and find_files(source)[0].name.endswith(ALL_TABLES)
-
-
-class PrefixedSamples(Samples):
-    """Samples with a prefix before their first texts, and one before their captions."""
-
-    def __init__(self, samples: Samples, query: str, caption: str) -> None:
-        self.samples, self.query, self.caption = samples, query, caption
-        self.first, self.damage = samples.first, samples.damage
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Sample:
-        sample = self.samples[index]
-        first = self.query + sample.image if self.first == "text" else sample.image
-        return Sample(first, [self.caption + text for text in sample.target], sample.key)
 
 
 class CaptionedPairs(Samples):

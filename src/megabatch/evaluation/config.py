@@ -57,9 +57,9 @@ class EvalConfig:
     csv_separator: str | None = None
     """Separator of a text table. Default: a tab if the header has one, else a comma."""
     query_prefix: str | None = None
-    """What each first text begins with. Default: as in training, of its first source."""
+    """What each first text begins with. Default: that of the run's first source."""
     caption_prefix: str | None = None
-    """What each caption or second text begins with. Default: likewise."""
+    """What each caption, second text or prompt begins with. Default: likewise."""
 
     class_data: str | None = None
     """Classification: test images, in a folder with one folder per class, or in shards whose
@@ -86,10 +86,7 @@ class EvalConfig:
 _ONLY_WITH = {
     "model": ("pretrained",),
     "run": ("trust",),
-    "val_data": (
-        *("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
-        *("query_prefix", "caption_prefix"),
-    ),
+    "val_data": ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
     "class_data": ("class_names", "templates"),
 }
 

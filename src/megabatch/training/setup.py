@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -99,6 +100,10 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     check_kind(config, getattr(dataset, "first", "image"), towers.first)
     evaluating.check(config, towers.first)
     notes += model_notes(config, towers, world.size)
+    if order.block > 1:
+        counts = ", ".join(str(drawn // order.block) for drawn in order.drawn)
+        rest = plural(sum(part.drawn for part in order.parts) - order.pairs, "pair")
+        notes.append(f"each batch is from one source: {counts} an epoch, which leaves out {rest}")
     warmup = warmup_steps(config, total_steps)
     if config.warmup is None and warmup < DEFAULT_WARMUP:
         of = plural(total_steps, "step")
@@ -203,9 +208,7 @@ def check_kind(config: TrainConfig, given: str, taken: str) -> None:
         )
 
 
-def length_problems(
-    config: TrainConfig, dataset: PairDataset, total_steps: int, ranks: int
-) -> list[str]:
+def length_problems(config: TrainConfig, dataset: PairDataset, steps: int, ranks: int) -> list[str]:
     """Reasons why a data set is too small for the run."""
     batch = f"--global-batch-size {config.global_batch_size}"
     if config.global_batch_size < ranks:
@@ -213,7 +216,7 @@ def length_problems(
     most, which = largest_batch(dataset)
     if config.global_batch_size > most:
         return [f"{batch}: expected at most {most}, {which}"]
-    return schedule_problems(config, total_steps)
+    return schedule_problems(config, steps)
 
 
 def open_data(config: TrainConfig) -> PairDataset:
@@ -228,7 +231,10 @@ def data_for_plan(
     """Mean bytes of image files that are decoded late, and lengths of texts, if they are cut."""
     cut = config.trim_texts and towers.lengths
     files = mean_bytes(dataset) if config.decode == "late" else None
-    return files, sampled_lengths(dataset, towers) if cut else TextLengths()
+    mixed = config.train_data_batches == "mixed"  # else the source with the longest texts counts
+    sources: list[Any] = [dataset] if mixed else getattr(dataset, "datasets", [])
+    lengths = [sampled_lengths(source, towers) for source in sources if cut] or [TextLengths()]
+    return files, max(lengths, key=lambda one: sum(np.mean(n) for n in one.samples.values()))
 
 
 def build_towers(config: TrainConfig) -> Towers:
