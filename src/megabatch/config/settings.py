@@ -78,7 +78,7 @@ class TrainConfig:
     in-turn: likewise, but equally many batches of each source, in turn."""
     query_prefix: str | None = None
     """What each first text begins with, for pairs of texts: one prefix, or one per source, as in
-    'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. evaluation takes the first one."""
+    'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. Evaluation takes the first one."""
     caption_prefix: str | None = None
     """What each caption or second text begins with, and each hard negative; likewise."""
     csv_img_key: str | None = None

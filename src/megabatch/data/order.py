@@ -112,8 +112,7 @@ class Order:
         own = [self._draws_of(number, drawn) for number, drawn in enumerate(self.drawn)]
         if len(own) == 1:
             return own[0]
-        blocks = [len(draws) // self.block for draws in own]
-        part_of = np.repeat(np.arange(len(own), dtype=np.int32), blocks)
+        part_of = np.arange(len(own), dtype=np.int32).repeat([n // self.block for n in self.drawn])
         if self.in_turn:
             part_of = part_of.reshape(len(own), -1).T.ravel()
         else:

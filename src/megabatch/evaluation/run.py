@@ -136,14 +136,14 @@ def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task], str]:
         opened = open_run(config.run, ema=config.weights == "ema", trust=config.trust)
     else:
         opened = open_model(str(config.model), config.pretrained)
-    opened = replace(opened, towers=_prefixing(opened, config))
+    opened = replace(opened, towers=prefixing(opened, config))
     folder = config.output or opened.folder
     if folder and is_first(group) and (problem := files.folder_problem(folder)):
         raise UsageError(f"--output {folder}: {problem}")
     return opened, open_tasks(config, opened), device
 
 
-def _prefixing(opened: Opened, config: EvalConfig) -> Towers:
+def prefixing(opened: Opened, config: EvalConfig) -> Towers:
     """The towers, which put prefixes before texts: by default those of the run's first source."""
     given, towers, names = vars(config), opened.towers, ("query_prefix", "caption_prefix")
     query, caption = (split_prefixes(given[n] or opened.config.get(n))[0] for n in names)
