@@ -86,7 +86,7 @@ def inspect(argv: list[str]) -> int:
     examples: list[str] = []
     bad: dict[str, list[str]] = {}  # their keys by reason
     captions = Counter[int]()
-    for index in chosen:
+    for place, index in enumerate(chosen):
         try:
             pair = dataset[index]
             first = decoded(pair.image)
@@ -94,7 +94,7 @@ def inspect(argv: list[str]) -> int:
             bad.setdefault(sample.reason, []).append(sample.key)
             continue
         captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
-        if len(examples) < 5:
+        if len(examples) * len(chosen) <= 5 * place:  # five, spread evenly
             shown = first if isinstance(first, str) else f"{first.width} x {first.height}"
             texts = " | ".join([pair.caption, *pair.negatives])
             examples.append(f"{pair.key}: {shown}: {texts}")
