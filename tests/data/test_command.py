@@ -52,6 +52,17 @@ def test_inspect_takes_columns_as_training_does(tmp_path: Path, capsys):
     assert "more than once" not in out
 
 
+def test_inspect_shows_shares_of_sources_and_prefixes(tmp_path: Path, capsys):
+    for name, rows in (("a", 3), ("b", 1)):
+        (tmp_path / f"{name}.csv").write_text("query,text\n" + f"{name}?,yes\n" * rows)
+    data = ["data", "inspect", f"{tmp_path}/a.csv::{tmp_path}/b.csv", "--query-prefix", "q: ::Q: "]
+    assert main([*data, "--train-data-batches", "one-source"]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path}/a.csv: 3 pairs, of which an epoch draws 3 (75.0%)\n" in out
+    assert f"{tmp_path}/b.csv: 1 pair, of which an epoch draws 1 (25.0%)\n" in out
+    assert "b.csv:row 1: Q: b?: yes\n" in out
+
+
 def test_inspect_reads_a_part(capsys):
     assert main(["data", "inspect", "glyphs", "--limit", "20"]) == 0
     assert "36,098 samples, 20 of them read, 0 unusable" in capsys.readouterr().out

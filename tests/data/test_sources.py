@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from megabatch.config.settings import Batches
 from megabatch.data.loader import Batch, PairLoader
-from megabatch.data.order import MixedPairs, Part, pairs_per_epoch, parts_of
-from megabatch.data.pairs import caption_id
+from megabatch.data.order import MixedPairs, Part, order_of, parts_of
+from megabatch.data.pairs import PairDataset, caption_id
 from megabatch.data.shards import ShardPairs
 from megabatch.data.sources import open_pairs
 from megabatch.errors import UsageError
@@ -117,9 +118,12 @@ def test_sources_that_cannot_be(shards: Path, tmp_path: Path, spec: str, expecte
         open_pairs(spec.format(shards))
 
 
-def mixed(factors: list[float] | None = None, bad: tuple[int, ...] = ()) -> MixedPairs:
+def mixed(
+    factors: list[float] | None = None, bad: tuple[int, ...] = (), **options: Any
+) -> MixedPairs:
     """30 samples, 10 and 20, of captions 0 .. 29, 0 .. 9 and 0 .. 19."""
-    return MixedPairs([Numbers(30), Numbers(10, bad), Numbers(20)], ["a", "b", "c"], factors)
+    sources: list[PairDataset] = [Numbers(30), Numbers(10, bad), Numbers(20)]
+    return MixedPairs(sources, ["a", "b", "c"], factors, **options)
 
 
 def loader(pairs: MixedPairs, **options: Any) -> PairLoader:
@@ -141,10 +145,10 @@ def test_without_factors_it_is_one_data_set():
 
 def test_factors_are_how_often_a_sample_comes_each_time_augmented_anew():
     pairs = mixed([1, 2, 0.5])
-    assert pairs_per_epoch(pairs) == 30 + 20 + 10
+    assert order_of(pairs, 10).pairs == 30 + 20 + 10
     assert pairs.shares[1:] == [
-        "b: 10 pairs, of which an epoch draws 20",
-        "c: 20 pairs, of which an epoch draws 10",
+        "b: 10 pairs, of which an epoch draws 20 (33.3%)",
+        "c: 20 pairs, of which an epoch draws 10 (16.7%)",
     ]
     data = loader(pairs)
     assert data.batches_per_epoch == 6
@@ -163,20 +167,20 @@ def three_epochs(data: PairLoader) -> list[Batch]:
     return batches
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_mixtures_resume_with_other_ranks_and_workers(workers: int):
-    factors = [0.4, 2.5, 1]  # 12 + 25 + 20 samples: 8 batches of 7 an epoch
-    whole = three_epochs(loader(mixed(factors), batch_size=7))
-    assert len(whole) == 24
+@pytest.mark.parametrize(("workers", "batches"), [(0, "mixed"), (1, "mixed"), (1, "one-source")])
+def test_mixtures_resume_with_other_ranks_and_workers(workers: int, batches: Batches):
+    factors = [0.4, 2.5, 1]  # 12 + 25 + 20 samples: 8 batches of 7 an epoch, or 1 + 3 + 2
+    whole = three_epochs(loader(mixed(factors, batches=batches), batch_size=7))
+    assert len(whole) == (24 if batches == "mixed" else 18)
     for stop in (2, 8, 13):
-        data = loader(mixed(factors), batch_size=7)
+        data = loader(mixed(factors, batches=batches), batch_size=7)
         for _ in range(stop):
             next(iter(data))
         state = json.loads(json.dumps(data.state_dict()))
         parts = []
         for rank in range(2):
             share = {"batch_size": 7, "rank": rank, "world_size": 2}
-            again = loader(mixed(factors), workers=workers, **share)
+            again = loader(mixed(factors, batches=batches), workers=workers, **share)
             again.load_state_dict(state)
             parts.append(three_epochs(again))
         for left, right, expected in zip(*parts, whole[stop:], strict=True):
@@ -190,3 +194,80 @@ def test_a_state_of_other_factors_is_refused():
         loader(mixed([2 / 3, 3, 1])).load_state_dict(state)
     with pytest.raises(UsageError, match=r"pairs was 70, is 60.*parts was .* is None"):
         loader(mixed()).load_state_dict(state)
+    one = loader(mixed(batches="one-source")).state_dict()
+    with pytest.raises(UsageError, match="batches was 10 of a source, is None"):
+        loader(mixed()).load_state_dict(one)
+    with pytest.raises(UsageError, match="batches was 10 of a source, is 5 of a source"):
+        loader(mixed(batches="one-source"), batch_size=5).load_state_dict(one)
+
+
+def test_a_temperature_moves_the_draws_towards_equal_ones_of_as_many_pairs():
+    def drawn(*arguments: Any, **options: Any) -> list[int]:
+        return [part.drawn for part in mixed(*arguments, **options).parts]
+
+    assert drawn(temperature=1) == [60]  # one data set, as without
+    assert drawn(temperature=2) == [25, 14, 20]  # in proportion to the roots of 30, 10, 20
+    assert drawn([1, 3, 1.5], temperature=1e9) == [30, 30, 30]
+    assert drawn(temperature=0.5) == [39, 4, 17]
+    assert drawn(batches="in-turn") == [20, 20, 20]
+    assert mixed(temperature=2).shares[0] == "a: 30 pairs, of which an epoch draws 25 (42.4%)"
+    with pytest.raises(UsageError, match=r"^--train-data-temperature: b: .* draws 0; expected 1"):
+        mixed(temperature=0.1)
+
+
+def test_a_batch_of_one_source_says_which_and_lacks_bad_samples():
+    data = loader(mixed(bad=(3,), batches="in-turn"), batch_size=5)
+    batches = [*data]
+    assert [data.source_of(batch) for batch in batches] == [0, 1, 2] * 4
+    assert sorted(map(len, batches)) == [4, 4] + [5] * 10
+    assert loader(mixed()).source_of(batches[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            {"batches": "one-source", "batch_size": 11},
+            r"11, 10 pairs: .* \(the pairs of b in an ep",
+        ),
+        ({"batches": "in_turn"}, r"--train-data-batches in_turn: expected mixed, one-source, in-"),
+        ({"batches": "in-turn", "factors": [1, 1, 2]}, "in-turn: expected without --train-data-up"),
+        ({"batches": "in-turn", "temperature": 2}, "expected without .* and --train-data-temper"),
+        ({"temperature": -1.0}, r"--train-data-temperature -1\.0: expected a number above 0"),
+    ],
+)
+def test_mixtures_that_cannot_be(options: dict[str, Any], told: str):
+    size = options.pop("batch_size", 5)
+    with pytest.raises(UsageError, match=told):
+        loader(mixed(**options), batch_size=size)
+
+
+def test_prefixes_are_of_each_source_and_do_not_count_in_ids(tmp_path: Path):
+    for name in ("a", "b"):
+        row = {"query": f"{name}?", "positive": "same", "negatives": ["no", "never"]}
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+    spec = f"{tmp_path}/a.jsonl::{tmp_path}/b.jsonl"
+    pairs = open_pairs(
+        spec, query_prefix=r"query: ::Task\nQ: ", caption_prefix="doc: ", negatives=True
+    )
+    a, b = pickle.loads(pickle.dumps(pairs))
+    assert (a.image, a.caption, a.negatives) == (
+        "query: a?",
+        "doc: same",
+        ("doc: no", "doc: never"),
+    )
+    assert (b.image, b.caption) == ("Task\nQ: b?", "doc: same")
+    assert a.id == b.id == caption_id("same")
+    assert open_pairs(spec, caption_prefix="::doc: ")[0].caption == "same"
+    with pytest.raises(
+        UsageError, match=r"--caption-prefix: 'a::b::c'; expected one prefix, or 2 "
+    ):
+        open_pairs(spec, caption_prefix="a::b::c")
+    with pytest.raises(UsageError, match=r"--train-data-batches: expected several sources"):
+        open_pairs(str(tmp_path / "*.jsonl"), batches="one-source")
+
+
+def test_images_take_prefixes_of_captions_alone(shards: Path):
+    assert open_pairs(str(shards), caption_prefix="alt: ")[0].caption == "alt: caption 0"
+    with pytest.raises(UsageError, match=r"^--query-prefix 'q: ': .*shards has images; expected"):
+        open_pairs(f"{shards}::{shards}", query_prefix="::q: ")

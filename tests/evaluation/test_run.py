@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from megabatch.cli import main
 from megabatch.errors import UsageError
 from megabatch.evaluation import evaluate_run
 from megabatch.evaluation.config import EvalConfig
-from megabatch.evaluation.run import open_tasks
+from megabatch.evaluation.run import open_tasks, prefixing
 from megabatch.evaluation.run_folder import Opened
 from megabatch.models import create
 from tests.evaluation.material import image_folder
@@ -102,6 +104,21 @@ def test_the_tasks_follow_the_data_that_are_named(run: Path, csv: Path, tmp_path
         keys({**shards, "val_data": "pipe:cat x.tar"})
     with pytest.raises(UsageError, match=r"--csv-query-key: .* takes images with te"):
         keys(shards, val_data="glyphs", csv_query_key="a")
+
+
+def test_texts_get_the_prefixes_of_the_run_s_first_source_or_those_given(run: Path) -> None:
+    made: dict[str, Any] = {"eval_transform": str.upper, "tokenizer": list}
+    towers = replace(create("glyph-small"), **made)
+    settings = {"query_prefix": "q: ::other: ", "caption_prefix": r"Doc\n::"}
+
+    def texts(**given: str) -> tuple[object, object]:
+        opened = Opened(towers, None, run, settings)
+        found = prefixing(opened, EvalConfig(run=run, **given))  # type: ignore[arg-type]
+        first, second = pickle.loads(pickle.dumps((found.eval_transform, found.tokenizer)))
+        return first("a"), second(["b", "c"])
+
+    assert texts() == ("Q: A", ["Doc\nb", "Doc\nc"])
+    assert texts(query_prefix="x ", caption_prefix="y ") == ("X A", ["y b", "y c"])
 
 
 def test_figures_are_never_beside_the_examples_of_an_earlier_evaluation(

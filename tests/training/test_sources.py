@@ -9,17 +9,21 @@ import os
 import random
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from megabatch.cli import main
+from megabatch.config.settings import TrainConfig
 from megabatch.errors import UsageError
+from megabatch.models import create
 from megabatch.training import train
-from megabatch.training.setup import prepare
+from megabatch.training.setup import data_for_plan, open_data, prepare
 from tests.data.samples import sample, write_tar
 from tests.models.tiny_bert import save_tiny_bert
 from tests.training.conftest import MakeConfig
-from tests.training.runs import losses, weights
+from tests.training.runs import logged, losses, weights
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +54,35 @@ def command(texts: Path, output: Path, *more: str) -> list[str]:
     return ["train", *paths, *options.split(), *more]
 
 
+ONE_SOURCE = ["--train-data-batches=one-source", "--query-prefix=a : ::b c : "]
+
+
+@pytest.mark.parametrize("more", [[], ONE_SOURCE], ids=["mixed", "one-source"])
 def test_pairs_of_texts_are_learnt_and_a_resumed_run_is_the_uninterrupted_one(
-    texts: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+    texts: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
 ) -> None:
     straight = tmp_path_factory.mktemp("straight")
-    assert main(command(texts, straight)) == 0
+    assert main(command(texts, straight, *more)) == 0
     found = losses(straight)
     assert len(found) == 12
     assert sum(found[-3:]) < 0.8 * sum(found[:3])
     kept = Path("checkpoints/step-00000008")  # in the second epoch
     shutil.copytree(straight / kept, tmp_path / kept)
     shutil.copy(straight / "config.toml", tmp_path)
-    assert main(command(texts, tmp_path, "--resume")) == 0
+    assert main(command(texts, tmp_path, *more, "--resume")) == 0
     assert weights(tmp_path) == weights(straight)
+    if not more:
+        assert "source" not in logged(straight)[0]
+        return
+    sources = [record["source"] for record in logged(straight)]
+    assert [sources[i : i + 4].count(1) for i in (0, 4, 8)] == [2] * 3  # of 4 batches an epoch
+    assert logged(straight)[0][f"loss_of_source_{sources[0]}"] == found[0]
+    assert main(command(texts, tmp_path, *more[:1], "--query-prefix", "x", "--resume")) == 2
+    assert "--query-prefix was a : ::b c : , is x" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -76,6 +96,10 @@ def test_pairs_of_texts_are_learnt_and_a_resumed_run_is_the_uninterrupted_one(
             "--train-data-upsampling-factors: '1'; expected 2 numbers above 0, one for each source",
         ),
         (["--global-batch-size", "41"], "--global-batch-size 41: expected at most 40, the pairs"),
+        (
+            ["--train-data-batches", "one-source", "--global-batch-size", "11"],
+            "b.jsonl.gz in an epoch, as each batch is from one source",
+        ),
         (["--model", "glyph-small"], "takes images with texts, but"),
     ],
 )
@@ -93,6 +117,22 @@ def test_what_cannot_be_is_told_in_one_line(
     assert error.startswith("megabatch train: ")
     assert "Traceback" not in error
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_counts_the_longest_source_with_its_prefix(texts: Path, tmp_path: Path) -> None:
+    towers = create(f"hf:{texts / 'bert'}")
+
+    def mean(**more: Any) -> float:
+        config = TrainConfig(
+            train_data=f"{texts / 'a.csv'}::{texts / 'b.jsonl.gz'}",
+            csv_query_key="asked",
+            csv_caption_key="found",
+            caption_prefix="::a b c ",
+            **more,
+        )
+        return float(np.mean(data_for_plan(config, open_data(config), towers)[1].samples["text"]))
+
+    assert (mean(), mean(train_data_batches="one-source")) == (8, 10)
 
 
 def test_a_model_of_texts_on_images(texts: Path, make_config: MakeConfig, tmp_path: Path) -> None:
@@ -114,7 +154,7 @@ def test_an_epoch_is_what_the_factors_say(
     assert prepare(make_config(tmp_path / "run", **mixed)).total_steps == 2 * (40 + 16) // 8
     assert train(make_config(tmp_path / "run", **{**mixed, "epochs": 1})) == 0
     told = capsys.readouterr().out
-    assert f"{pictures}: 40 pairs, of which an epoch draws 16\n" in told
+    assert f"{pictures}: 40 pairs, of which an epoch draws 16 (28.6%)\n" in told
     other = make_config(
         tmp_path / "run", **{**mixed, "train_data_upsampling_factors": "1::0.6"}, resume=True
     )

@@ -24,6 +24,7 @@ Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda|cuda:\d+)$")]
 Share = Annotated[float, Field(ge=0, lt=1)]
 Size = Annotated[int, BeforeValidator(parse_bytes)]
 Tracker = Literal["tensorboard", "wandb", "mlflow"]
+Batches = Literal["mixed", "one-source", "in-turn"]
 
 
 @dataclass(frozen=True, config=CONFIG)
@@ -69,6 +70,17 @@ class TrainConfig:
     train_data_upsampling_factors: str | None = None
     """How often an epoch uses each sample, one number per source: with '1::2' the second source's
     samples come twice, with '1::0.5' every other one in turn."""
+    train_data_temperature: PositiveFloat | None = None
+    """T: draw from sources in proportion to (size x factor) ** (1 / T), as many pairs an epoch in
+    all. Above 1 small sources come more often; a large T draws equally from all."""
+    train_data_batches: Batches = "mixed"
+    """one-source: each global batch is from one source, at random in proportion to their draws;
+    in-turn: likewise, but equally many batches of each source, in turn."""
+    query_prefix: str | None = None
+    """What each first text begins with, for pairs of texts: one prefix, or one per source, as in
+    'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. Evaluation takes the first one."""
+    caption_prefix: str | None = None
+    """What each caption or second text begins with, and each hard negative; likewise."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: filepath, image, image_path or
     file_name. This and the next three are the same for all sources."""

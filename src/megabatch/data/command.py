@@ -6,9 +6,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 
+from megabatch.config.settings import Batches
 from megabatch.errors import plural
 from megabatch.options import CONFIG, parse
 
@@ -47,6 +48,16 @@ class Inspect:
     """Columns of hard negatives in a table, joined by commas."""
     csv_separator: str | None = None
     """Field separator of a text table."""
+    query_prefix: str | None = None
+    """What each first text begins with."""
+    caption_prefix: str | None = None
+    """What each caption or second text begins with, and each negative."""
+    train_data_upsampling_factors: str | None = None
+    """How often an epoch uses each sample of a source; then the sources' shares are printed."""
+    train_data_temperature: PositiveFloat | None = None
+    """Of the shares of sources."""
+    train_data_batches: Batches = "mixed"
+    """Whether each batch has one source; the shares are then those of batches."""
 
 
 def glyphs(argv: list[str]) -> int:
@@ -67,23 +78,15 @@ def inspect(argv: list[str]) -> int:
 
     from megabatch.data.images import decoded
     from megabatch.data.pairs import BadSample, caption_id
-    from megabatch.data.sources import open_pairs
+    from megabatch.data.sources import open_configured
 
-    dataset: Any = open_pairs(
-        options.data,
-        image_column=options.csv_img_key,
-        query_column=options.csv_query_key,
-        caption_column=options.csv_caption_key,
-        separator=options.csv_separator,
-        negatives=options.csv_negative_key is not None,
-        negative_column=options.csv_negative_key,
-    )
+    dataset: Any = open_configured(options.data, options, negatives=bool(options.csv_negative_key))
     size = len(dataset)
     chosen = np.linspace(0, size - 1, min(options.limit or size, size)).astype(int).tolist()
     examples: list[str] = []
     bad: dict[str, list[str]] = {}  # their keys by reason
     captions = Counter[int]()
-    for index in chosen:
+    for place, index in enumerate(chosen):
         try:
             pair = dataset[index]
             first = decoded(pair.image)
@@ -91,12 +94,14 @@ def inspect(argv: list[str]) -> int:
             bad.setdefault(sample.reason, []).append(sample.key)
             continue
         captions[caption_id(pair.caption) if pair.id is None else pair.id] += 1
-        if len(examples) < 5:
+        if len(examples) * len(chosen) <= 5 * place:  # five, spread evenly
             shown = first if isinstance(first, str) else f"{first.width} x {first.height}"
             texts = " | ".join([pair.caption, *pair.negatives])
             examples.append(f"{pair.key}: {shown}: {texts}")
     unusable = sum(map(len, bad.values()))
     print(f"{plural(size, 'sample')}, {len(chosen):,} of them read, {unusable:,} unusable")
+    for line in getattr(dataset, "shares", []):
+        print(line)
     for line in getattr(dataset, "damage", []):
         print(f"damaged: {line}")
     for reason, keys in sorted(bad.items(), key=lambda item: -len(item[1])):

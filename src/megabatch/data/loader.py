@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from megabatch.ahead import one_ahead
 from megabatch.data.collect import Memory, collected
 from megabatch.data.fetch import Chunk, Fetcher
 from megabatch.data.late import Decoder, LateImages
-from megabatch.data.order import Order, Request, parts_of
+from megabatch.data.order import Request, largest_batch, order_of
 from megabatch.data.pairs import PairDataset
 from megabatch.data.workers import WorkerLoader
 from megabatch.errors import UsageError
@@ -49,8 +50,9 @@ class PairLoader:
     Iterating yields the rest of the current epoch and moves on to the next; the position belongs to
     the loader, so there is one iteration at a time. Each epoch has its own random order, of each
     sample once or as often as the data set's `parts` say, and ends when fewer than `batch_size`
-    samples are left. Bad samples are counted, and their batch lacks them. Each rank takes a
-    contiguous part of every batch's rows, so a run can resume with another number of ranks.
+    samples are left, of each part if `batches` of the data set are of one part. Bad samples are
+    counted, and their batch lacks them. Each rank takes a contiguous part of every batch's rows, so
+    a run can resume with another number of ranks.
 
     Args:
         dataset: the pairs; if it has `arrays` and the transform `batch`, those are used.
@@ -102,12 +104,13 @@ class PairLoader:
     ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
-        self._order = Order(parts_of(dataset), seed)
-        if not 0 <= rank < world_size <= batch_size <= self._order.pairs:
+        most, which = largest_batch(dataset)
+        if not 0 <= rank < world_size <= batch_size <= most:
             raise UsageError(
-                f"rank {rank}, world_size {world_size}, batch_size {batch_size}, "
-                f"{self._order.pairs} pairs: expected rank < world_size <= batch_size <= pairs"
+                f"rank {rank}, world_size {world_size}, batch_size {batch_size}, {most} pairs: "
+                f"expected rank < world_size <= batch_size <= pairs ({which})"
             )
+        self._order = order_of(dataset, batch_size, seed)
         self._rows = range(batch_size * rank // world_size, batch_size * (rank + 1) // world_size)
         self._memory = Memory(pinned=pinned)
         self.skipped: Counter[str] = Counter()
@@ -209,10 +212,11 @@ class PairLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume exactly where `state` was saved; batch size and workers may have changed.
+        """Resume exactly where `state` was saved; workers, ranks and batch size may have changed.
 
         Raises:
-            UsageError: the state belongs to other data, another seed or other factors.
+            UsageError: the state belongs to other data, another seed, other factors or batches;
+                the batch size has changed, and batches are of one source.
         """
         was, now = state["order"], self._order.parameters()
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
@@ -231,6 +235,11 @@ class PairLoader:
         for reason, count in self.skipped.most_common():
             lines.append(f"skipped {count} x {reason} (first: {self.skipped_first[reason]})")
         return lines
+
+    def source_of(self, batch: Batch) -> int | None:
+        """The number, from 0, of a batch's part of the data set; None if it is from all."""
+        ends = list(itertools.accumulate(part.size for part in self._order.parts))
+        return bisect_right(ends, int(batch.indices[0])) if self._order.block > 1 else None
 
     def count_damaged(self, batch: Batch) -> None:
         """Count the images of a batch that turned out to be damaged when decoded."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
+from megabatch.config.settings import Batches
 from megabatch.data.pairs import Pair, PairDataset
 from megabatch.errors import UsageError, plural
 
 FACTORS = "--train-data-upsampling-factors"
+TEMPERATURE = "--train-data-temperature"
+BATCHES = "--train-data-batches"
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,21 @@ def parts_of(dataset: PairDataset) -> list[Part]:
     return found or [Part(len(dataset), len(dataset))]
 
 
-def pairs_per_epoch(dataset: PairDataset) -> int:
-    """The number of pairs in an epoch of the data set."""
-    return sum(part.drawn for part in parts_of(dataset))
+def largest_batch(dataset: PairDataset) -> tuple[int, str]:
+    """The most pairs that a batch may have, and which pairs they are."""
+    parts = parts_of(dataset)
+    if getattr(dataset, "batches", "mixed") == "mixed":
+        return sum(part.drawn for part in parts), "the pairs that there are"
+    names: Sequence[str] = dataset.names  # type: ignore[attr-defined]
+    most, name = min((min(p.size, p.drawn), n) for p, n in zip(parts, names, strict=True))
+    return most, f"the pairs of {name} in an epoch, as each batch is from one source"
+
+
+def order_of(dataset: PairDataset, batch_size: int, seed: int = 0) -> Order:
+    """The order of a data set's samples, in batches of at most `largest_batch`."""
+    batches = getattr(dataset, "batches", "mixed")
+    block = 1 if batches == "mixed" else batch_size
+    return Order(parts_of(dataset), seed, block=block, in_turn=batches == "in-turn")
 
 
 class Request(NamedTuple):
@@ -49,18 +65,29 @@ class Request(NamedTuple):
 class Order:
     """The order of a data set's samples in each epoch; `epoch` and `position`: of the next one.
 
-    Each part has an order of its own, and the parts are interleaved at random.
+    Each part has an order of its own, and the parts are interleaved at random, or in turn (equally
+    many draws of each). With a `block` above 1, so many draws from one part follow one another: the
+    batches of one source. Then an epoch leaves out draws that fill no block. A pass leaves out
+    samples that fill none, others each time, so that no block has a sample twice; after any number
+    of blocks no sample is ahead of another of its part by more than two.
     """
 
     parts: Sequence[Part]
     seed: int
     epoch: int = 0
     position: int = 0
+    block: int = 1
+    in_turn: bool = False
+
+    @property
+    def drawn(self) -> list[int]:
+        """Draws from each part in an epoch."""
+        return [part.drawn - part.drawn % self.block for part in self.parts]
 
     @property
     def pairs(self) -> int:
         """Draws in an epoch."""
-        return sum(part.drawn for part in self.parts)
+        return sum(self.drawn)
 
     def end_epoch(self) -> None:
         """Go to the start of the next epoch."""
@@ -70,8 +97,10 @@ class Order:
     def parameters(self) -> dict[str, Any]:
         """Return the parameters of the order, for JSON."""
         found: dict[str, Any] = {"pairs": self.pairs, "seed": self.seed}
-        if any(part.size != part.drawn for part in self.parts):
+        if self.block > 1 or any(part.size != part.drawn for part in self.parts):
             found["parts"] = [[part.size, part.drawn] for part in self.parts]
+        if self.block > 1:
+            found["batches"] = f"{self.block} of a source" + ", in turn" * self.in_turn
         return found
 
     def draws(self) -> np.ndarray:
@@ -80,11 +109,15 @@ class Order:
         A draw below the data set's length is the index of a sample. Each further time that an
         epoch visits the sample, its draw is larger by that length.
         """
-        own = [self._draws_of(number, part) for number, part in enumerate(self.parts)]
+        own = [self._draws_of(number, drawn) for number, drawn in enumerate(self.drawn)]
         if len(own) == 1:
             return own[0]
-        part_of = np.repeat(np.arange(len(own), dtype=np.int32), [len(draws) for draws in own])
-        part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
+        part_of = np.arange(len(own), dtype=np.int32).repeat([n // self.block for n in self.drawn])
+        if self.in_turn:
+            part_of = part_of.reshape(len(own), -1).T.ravel()
+        else:
+            part_of = _random(self.seed, self.epoch, 0).permutation(part_of)
+        part_of = part_of.repeat(self.block)
         draws = np.empty(self.pairs, dtype=np.int64)
         first = 0
         for number, part in enumerate(self.parts):
@@ -92,15 +125,14 @@ class Order:
             first += part.size
         return draws
 
-    def _draws_of(self, number: int, part: Part) -> np.ndarray:
+    def _draws_of(self, number: int, drawn: int) -> np.ndarray:
         """One part's draws of the epoch, relative to its first sample: pieces of its passes."""
-        length = sum(p.size for p in self.parts)
-        start = self.epoch * part.drawn
+        size, length = self.parts[number].size, sum(part.size for part in self.parts)
+        start, end = self.epoch * drawn, (self.epoch + 1) * drawn
         pieces, again = [], 0
-        while start < (self.epoch + 1) * part.drawn:
-            this_pass, offset = divmod(start, part.size)
-            order = self._pass(number, this_pass, part.size)
-            piece = order[offset : offset + (self.epoch + 1) * part.drawn - start]
+        while start < end:
+            this_pass, offset = divmod(start, size - size % self.block)
+            piece = self._pass(number, this_pass, size)[offset : offset + end - start]
             pieces.append(piece + again * length)
             start, again = start + len(piece), again + 1
         return np.concatenate(pieces)
@@ -108,7 +140,12 @@ class Order:
     def _pass(self, number: int, this_pass: int, size: int) -> np.ndarray:
         # The first part's order is that of a data set of this part alone.
         words = (self.seed, this_pass, number) if number else (self.seed, this_pass)
-        return _random(*words).permutation(size)
+        whole = size - size % self.block
+        if whole == size:
+            return _random(*words).permutation(size)
+        # The next ones of a fixed cycle through the part, so that all are left out equally often.
+        cycle = _random(self.seed, 0, number, 0).permutation(size)
+        return _random(*words).permutation(np.roll(cycle, -this_pass * whole)[:whole])
 
     def requests(self, batch_size: int, rows: range, piece: int) -> Iterator[Request]:
         """Requests for these rows of each batch that is left of the epoch, `piece` at a time."""
@@ -136,14 +173,18 @@ class MixedPairs(ConcatDataset[Pair]):
         sources: all of images with texts, or all of texts with texts.
         names: of the sources, for messages.
         factors: above 0, one per source; default: all 1.
+        temperature: T above 0; the draws of sources are in proportion to (f * n) ** (1 / T), as
+            many in all as without (arXiv 1907.05019). Above 1 it favours small sources.
+        batches: "mixed", or "one-source": each global batch is from one source, at random in
+            proportion to the draws; "in-turn": likewise, with equal draws of the sources, in turn.
 
     Attributes:
-        first, parts, damage: see `PairDataset`.
-        shares: a line for each source, its size and its draws; empty if all factors are 1.
+        first, parts, batches, damage: see `PairDataset`.
+        shares: a line for each source, its size and its draws; empty if the sources are one.
 
     Raises:
-        UsageError: an epoch would draw nothing from a source, or the sources are of different
-            kinds.
+        UsageError: an epoch would draw nothing from a source, the sources are of different kinds,
+            or there is one but temperature or batches need several.
     """
 
     def __init__(
@@ -151,22 +192,49 @@ class MixedPairs(ConcatDataset[Pair]):
         sources: Sequence[PairDataset],
         names: Sequence[str],
         factors: Sequence[float] | None = None,
+        temperature: float | None = None,
+        batches: Batches = "mixed",
     ) -> None:
         super().__init__(sources)  # type: ignore[arg-type]
         self.first, *others = (getattr(source, "first", "image") for source in sources)
         for name, kind in zip(names[1:], others, strict=True):
             if kind != self.first:
                 raise UsageError(f"{names[0]} has {self.first}s with texts, but {name} {kind}s")
+        self.names, self.batches = names, batches
         self.damage = [line for source in sources for line in getattr(source, "damage", [])]
         self.shares: list[str] = []
         self.parts = [Part(len(self), len(self))]
-        if factors is None or all(factor == 1 for factor in factors):
+        sizes = [len(source) for source in sources]
+        draws = _expected_draws(sizes, factors, temperature, batches)
+        if draws == sizes and batches == "mixed":
             return
-        self.parts = [
-            Part(len(s), round(len(s) * f)) for s, f in zip(sources, factors, strict=True)
-        ]
+        self.parts = [Part(n, round(drawn)) for n, drawn in zip(sizes, draws, strict=True)]
         for name, part in zip(names, self.parts, strict=True):
             share = f"{name}: {plural(part.size, 'pair')}, of which an epoch draws {part.drawn:,}"
             if part.drawn == 0:
-                raise UsageError(f"{FACTORS}: {share}; expected 1 or more")
-            self.shares.append(share)
+                option = FACTORS if temperature is None else TEMPERATURE
+                raise UsageError(f"{option}: {share}; expected 1 or more")
+            self.shares.append(f"{share} ({part.drawn / sum(map(round, draws)):.1%})")
+
+
+def _expected_draws(
+    sizes: list[int], factors: Sequence[float] | None, temperature: float | None, batches: str
+) -> list[float]:
+    """The draws of an epoch from sources of these sizes, not rounded; see `MixedPairs`."""
+    if len(sizes) == 1 and (temperature is not None or batches != "mixed"):
+        raise UsageError(
+            f"{TEMPERATURE}, {BATCHES}: expected several sources joined by '::', got 1"
+        )
+    if batches not in get_args(Batches):
+        raise UsageError(f"{BATCHES} {batches}: expected {', '.join(get_args(Batches))}")
+    draws = [n * f for n, f in zip(sizes, factors or [1] * len(sizes), strict=True)]
+    if batches == "in-turn":
+        if factors or temperature:
+            raise UsageError(f"{BATCHES} in-turn: expected without {FACTORS} and {TEMPERATURE}")
+        temperature = math.inf  # equal draws
+    if temperature in (None, 1):
+        return draws
+    if not (temperature and temperature > 0):
+        raise UsageError(f"{TEMPERATURE} {temperature}: expected a number above 0")
+    weights = [(drawn / max(draws)) ** (1 / temperature) for drawn in draws]
+    return [sum(draws) * weight / sum(weights) for weight in weights]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -98,8 +98,9 @@ class PairDataset(Protocol):
     resumed without reading everything again, and repeats samples if shards are uneven.
 
     A source may also have `damage: list[str]`, a line for each part of its files that cannot be
-    read; `first`, "text" if its pairs are of two texts (the default is "image"); and `parts`, if an
-    epoch is not each of its samples once (see `megabatch.data.order.Part`).
+    read; `first`, "text" if its pairs are of two texts (the default is "image"); `parts`, if an
+    epoch is not each of its samples once (see `megabatch.data.order.Part`); and `batches`, if each
+    is to be of one part, with `names` of the parts (see `megabatch.data.order.MixedPairs`).
 
     A source of small images of one size, none of them bad, may give many at once, which is many
     times faster: `arrays(indices)`, uint8 (b, channels, height, width), and `texts(indices)`, their
@@ -114,6 +115,32 @@ class PairDataset(Protocol):
     def __getitem__(self, index: int, /) -> Pair:
         """Sample `index`; raises BadSample if it cannot be used, as may decoding its image."""
         ...
+
+
+class PrefixedPairs:
+    """A source whose texts get a prefix: first texts `query`, captions and negatives `caption`.
+
+    A pair's id is that of its caption without the prefix: the same passage is the same passage,
+    whatever the instruction that a source puts before it.
+    """
+
+    def __init__(self, pairs: Any, query: str, caption: str) -> None:
+        self.pairs, self.query, self.caption = pairs, query, caption
+        self.first: str = getattr(pairs, "first", "image")
+        self.damage: list[str] = getattr(pairs, "damage", [])
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> Pair:
+        pair: Pair = self.pairs[index]
+        return replace(
+            pair,
+            image=self.query + pair.image if isinstance(pair.image, str) else pair.image,
+            caption=self.caption + pair.caption,
+            id=caption_id(pair.caption) if pair.id is None else pair.id,
+            negatives=tuple(self.caption + text for text in pair.negatives),
+        )
 
 
 def check_usable(samples: Any, source: object) -> None:

@@ -6,14 +6,16 @@ import glob
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from webdataset.shardlists import expand_urls
 
 from megabatch.config.file import COMMAND
+from megabatch.config.settings import Batches
 from megabatch.data.cache import is_url, local_copies
 from megabatch.data.glyphs import load_glyphs
 from megabatch.data.order import FACTORS, MixedPairs
-from megabatch.data.pairs import PairDataset, check_usable
+from megabatch.data.pairs import PairDataset, PrefixedPairs, check_usable
 from megabatch.data.shards import ShardPairs
 from megabatch.data.tables import Wanted, open_tables
 from megabatch.errors import UsageError, plural
@@ -33,7 +35,11 @@ def open_pairs(
     separator: str | None = None,
     negatives: bool = False,
     negative_column: str | None = None,
+    query_prefix: str | None = None,
+    caption_prefix: str | None = None,
     upsampling_factors: str | None = None,
+    temperature: float | None = None,
+    batches: Batches = "mixed",
 ) -> PairDataset:
     """Open a data set of pairs: of images with captions, or of texts with texts.
 
@@ -53,28 +59,55 @@ def open_pairs(
         negatives: whether pairs have negatives, texts from further columns of tables.
         negative_column: names of these columns, joined by commas; default: all of negative,
             negatives, negative_1, negative_2 and so on.
+        query_prefix: what each first text begins with, one prefix for all sources or one per
+            source, joined by `::`; `\\n` is a newline. Not for images.
+        caption_prefix: likewise, of captions and negatives; ids are those of captions without it.
         upsampling_factors: how often an epoch visits each sample of a source, one factor per
-            source, joined by `::`; see `MixedPairs`. Default: once.
+            source, joined by `::`. Default: once.
+        temperature, batches: how sources are mixed, like the factors: see `MixedPairs`.
 
     Raises:
         UsageError: nothing matches, files of a source are of different kinds, a column is missing,
-            no sample of a source can be used, factors have a wrong number or size; MissingLibrary,
-            if a library is not installed.
+            no sample of a source can be used, factors or prefixes have a wrong number or size;
+            sources cannot be mixed like this; MissingLibrary, if a library is not installed.
     """
     specs = split_spec(spec)
-    given = upsampling_factors
-    factors = None if given is None else parse_factors(given, len(specs))
+    queries = prefixes_of("--query-prefix", query_prefix, len(specs))
+    captions = prefixes_of("--caption-prefix", caption_prefix, len(specs))
+    factors = parse_factors(upsampling_factors, len(specs))
     wanted = Wanted(
         *(image_column, query_column, caption_column, separator),
         negatives=negatives,
         negative=negative_column,
     )
     sources = [_open_one(one, wanted) for one in specs]
-    for source, name in zip(sources, specs, strict=True):
+    for i, (source, name) in enumerate(zip(sources, specs, strict=True)):
         check_usable(source, name)
-    if len(sources) == 1 and factors is None:
+        if queries[i] and getattr(source, "first", "image") == "image":
+            raise UsageError(f"--query-prefix {queries[i]!r}: {name} has images; expected texts")
+        if queries[i] or captions[i]:
+            sources[i] = PrefixedPairs(source, queries[i], captions[i])
+    if len(sources) == 1 and (factors, temperature, batches) == (None, None, "mixed"):
         return sources[0]
-    return MixedPairs(sources, specs, factors)
+    return MixedPairs(sources, specs, factors, temperature, batches)
+
+
+def open_configured(spec: str, settings: Any, *, negatives: bool) -> PairDataset:
+    """`open_pairs` with the settings of a training run or of `megabatch data inspect`."""
+    return open_pairs(
+        spec,
+        image_column=settings.csv_img_key,
+        query_column=settings.csv_query_key,
+        caption_column=settings.csv_caption_key,
+        separator=settings.csv_separator,
+        negatives=negatives,
+        negative_column=settings.csv_negative_key,
+        query_prefix=settings.query_prefix,
+        caption_prefix=settings.caption_prefix,
+        upsampling_factors=settings.train_data_upsampling_factors,
+        temperature=settings.train_data_temperature,
+        batches=settings.train_data_batches,
+    )
 
 
 def split_spec(spec: str) -> list[str]:
@@ -89,22 +122,32 @@ def split_spec(spec: str) -> list[str]:
     return specs
 
 
-def parse_factors(text: str, sources: int) -> list[float]:
-    """Parse factors in OpenCLIP's notation, "1::2".
-
-    Raises:
-        UsageError: they are not numbers above 0, one per source.
-    """
+def parse_factors(text: str | None, sources: int) -> list[float] | None:
+    """Factors in OpenCLIP's notation, "1::2"; a UsageError if not numbers above 0, one a source."""
+    if text is None:
+        return None
     try:
         factors = [float(part) for part in text.split(SEPARATOR)]
     except ValueError:
         factors = []
     if len(factors) != sources or not all(0 < factor < math.inf for factor in factors):
-        raise UsageError(
-            f"{FACTORS}: {text!r}; expected {plural(sources, 'number')} above 0, one for each "
-            f"source, joined by {SEPARATOR!r}, as in '1::2'"
-        )
+        numbers = f"{plural(sources, 'number')} above 0, one for each source"
+        raise UsageError(f"{FACTORS}: {text!r}; expected {numbers}, joined by '::', as in '1::2'")
     return factors
+
+
+def split_prefixes(text: str | None) -> list[str]:
+    """The prefixes in a text, "query: ::question: ", in which `\\n` is a newline."""
+    return (text or "").replace("\\n", "\n").split(SEPARATOR)
+
+
+def prefixes_of(option: str, text: str | None, sources: int) -> list[str]:
+    """The prefix of each source: one for all, or one each, or else it raises a UsageError."""
+    prefixes = split_prefixes(text)
+    if len(prefixes) not in (1, sources):
+        expected = f"one prefix, or {sources} joined by {SEPARATOR!r}, one for each source"
+        raise UsageError(f"{option}: {text!r}; expected {expected}, got {len(prefixes)}")
+    return prefixes * (sources // len(prefixes))
 
 
 def _open_one(spec: str, wanted: Wanted) -> PairDataset:

@@ -7,18 +7,22 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch import Tensor
 
 from megabatch import files
 from megabatch.config.file import refuse_references
 from megabatch.config.settings import resolve_device
 from megabatch.data.glyphs import load_glyphs
+from megabatch.data.sources import split_prefixes
 from megabatch.errors import UsageError, naming, plural
 from megabatch.evaluation.captions import GLYPHS, open_val_data
 from megabatch.evaluation.config import EvalConfig, check
@@ -31,6 +35,7 @@ from megabatch.evaluation.table import KINDS
 from megabatch.evaluation.tasks import ClassTask, Matched, RetrievalTask, glyph_tasks
 from megabatch.evaluation.zeroshot import read_prompts
 from megabatch.imports import named_extras
+from megabatch.models import Towers
 from megabatch.options import option
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
@@ -131,10 +136,26 @@ def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task], str]:
         opened = open_run(config.run, ema=config.weights == "ema", trust=config.trust)
     else:
         opened = open_model(str(config.model), config.pretrained)
+    opened = replace(opened, towers=prefixing(opened, config))
     folder = config.output or opened.folder
     if folder and is_first(group) and (problem := files.folder_problem(folder)):
         raise UsageError(f"--output {folder}: {problem}")
     return opened, open_tasks(config, opened), device
+
+
+def prefixing(opened: Opened, config: EvalConfig) -> Towers:
+    """The towers, which put prefixes before texts: by default those of the run's first source."""
+    given, towers, names = vars(config), opened.towers, ("query_prefix", "caption_prefix")
+    query, caption = (split_prefixes(given[n] or opened.config.get(n))[0] for n in names)
+    if query:
+        towers = replace(towers, eval_transform=partial(_prefixed, towers.eval_transform, query))
+    if caption:
+        towers = replace(towers, tokenizer=partial(_prefixed, towers.tokenizer, caption))
+    return towers
+
+
+def _prefixed(made: Callable[[Any], Tensor], prefix: str, texts: str | list[str]) -> Tensor:
+    return made(prefix + texts if isinstance(texts, str) else [prefix + text for text in texts])
 
 
 def _description(opened: Opened, tasks: Sequence[Task]) -> list[str]:
@@ -193,7 +214,7 @@ def open_tasks(config: EvalConfig, opened: Opened) -> list[Task]:
         UsageError: data cannot be opened, do not suit the model, or are missing.
     """
     of_texts = opened.towers.first == "text"
-    for name in ("class_data", "csv_img_key") if of_texts else ("csv_query_key",):
+    for name in ("class_data", "csv_img_key") if of_texts else ("csv_query_key", "query_prefix"):
         if getattr(config, name) is not None:
             takes = "texts with texts, not images" if of_texts else "images with texts, not texts"
             raise UsageError(f"{option(name)}: {opened.towers.name} takes {takes}")

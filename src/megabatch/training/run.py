@@ -185,6 +185,8 @@ class Run:
             self.meter.mark(waited=True)
             values = trainer.train_step(batch)
             self.loader.count_damaged(batch)
+            if (source := self.loader.source_of(batch)) is not None and "loss" in values:
+                values |= {"source": source + 1, f"loss_of_source_{source + 1}": values["loss"]}
             del batch  # the loader uses its memory again
             self._place = self.loader.state_dict()
             self.meter.mark()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,9 +19,10 @@ from megabatch.config.settings import (
     schedule_problems,
     unmeasured_micro_batch,
 )
-from megabatch.data import PairDataset, PairLoader, open_pairs
+from megabatch.data import PairDataset, PairLoader
 from megabatch.data.late import mean_bytes
-from megabatch.data.order import pairs_per_epoch
+from megabatch.data.order import largest_batch, order_of
+from megabatch.data.sources import open_configured
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
@@ -85,9 +87,9 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
             notes.append("the towers are compiled in the first steps (--no-torchcompile: not)")
 
     dataset = open_data(config)
-    pairs = pairs_per_epoch(dataset)
-    total_steps = config.steps or config.epochs * (pairs // config.global_batch_size)
-    if reasons := length_problems(config, pairs, total_steps, world.size):
+    order = order_of(dataset, config.global_batch_size)
+    total_steps = config.steps or config.epochs * (order.pairs // config.global_batch_size)
+    if reasons := length_problems(config, dataset, total_steps, world.size):
         # Damaged sources may be the reason.
         damage = [f"damaged: {line}" for line in getattr(dataset, "damage", [])]
         raise UsageError(all_of(reasons + damage))
@@ -98,6 +100,10 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     check_kind(config, getattr(dataset, "first", "image"), towers.first)
     evaluating.check(config, towers.first)
     notes += model_notes(config, towers, world.size)
+    if order.block > 1:
+        counts = ", ".join(str(drawn // order.block) for drawn in order.drawn)
+        rest = plural(sum(part.drawn for part in order.parts) - order.pairs, "pair")
+        notes.append(f"each batch is from one source: {counts} an epoch, which leaves out {rest}")
     warmup = warmup_steps(config, total_steps)
     if config.warmup is None and warmup < DEFAULT_WARMUP:
         of = plural(total_steps, "step")
@@ -202,29 +208,21 @@ def check_kind(config: TrainConfig, given: str, taken: str) -> None:
         )
 
 
-def length_problems(config: TrainConfig, pairs: int, total_steps: int, ranks: int) -> list[str]:
-    """Reasons why a data set with this many pairs per epoch is too small for the run."""
+def length_problems(config: TrainConfig, dataset: PairDataset, steps: int, ranks: int) -> list[str]:
+    """Reasons why a data set is too small for the run."""
     batch = f"--global-batch-size {config.global_batch_size}"
     if config.global_batch_size < ranks:
         return [f"{batch}: expected at least 1 for each of {ranks} processes"]
-    if config.global_batch_size > pairs:
-        return [f"{batch}: expected at most {pairs}, the pairs that there are"]
-    return schedule_problems(config, total_steps)
+    most, which = largest_batch(dataset)
+    if config.global_batch_size > most:
+        return [f"{batch}: expected at most {most}, {which}"]
+    return schedule_problems(config, steps)
 
 
 def open_data(config: TrainConfig) -> PairDataset:
     """The configuration's training data; raises a UsageError if they cannot be opened."""
     with naming("--train-data"):
-        return open_pairs(
-            config.train_data,
-            upsampling_factors=config.train_data_upsampling_factors,
-            image_column=config.csv_img_key,
-            query_column=config.csv_query_key,
-            caption_column=config.csv_caption_key,
-            separator=config.csv_separator,
-            negatives=config.hard_negatives > 0,
-            negative_column=config.csv_negative_key,
-        )
+        return open_configured(config.train_data, config, negatives=config.hard_negatives > 0)
 
 
 def data_for_plan(
@@ -233,7 +231,10 @@ def data_for_plan(
     """Mean bytes of image files that are decoded late, and lengths of texts, if they are cut."""
     cut = config.trim_texts and towers.lengths
     files = mean_bytes(dataset) if config.decode == "late" else None
-    return files, sampled_lengths(dataset, towers) if cut else TextLengths()
+    mixed = config.train_data_batches == "mixed"  # else the source with the longest texts counts
+    sources: list[Any] = [dataset] if mixed else getattr(dataset, "datasets", [])
+    lengths = [sampled_lengths(source, towers) for source in sources if cut] or [TextLengths()]
+    return files, max(lengths, key=lambda one: sum(np.mean(n) for n in one.samples.values()))
 
 
 def build_towers(config: TrainConfig) -> Towers:

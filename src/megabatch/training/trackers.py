@@ -32,7 +32,7 @@ from megabatch.imports import MissingLibrary, named_extras
 Ended = Literal["finished", "interrupted", "failed"]
 
 _METRICS, _VALIDATION = "metrics.jsonl", "validation.jsonl"
-_NO_CURVE = ("step", "epoch", "samples", "seconds")  # the x axes of curves
+_NO_CURVE = ("step", "epoch", "samples", "seconds", "source")  # x axes of curves; a number
 _PROJECT = "megabatch"  # unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME has another
 
 
