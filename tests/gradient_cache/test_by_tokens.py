@@ -133,13 +133,14 @@ def test_random_numbers_are_those_of_one_graph():
 
 @on_processes(2)
 def test_several_processes(world: World) -> None:
-    """One of them has long texts only, so that it has more micro-batches, or it has no texts."""
+    """They have different numbers of micro-batches: one has longer texts, or none."""
     lengths = LENGTHS.sort().values
-    for sizes in ([5, 2], [0, 7]):
+    for sizes, counts in (([5, 2], [3, 2]), ([0, 7], [0, 5])):
         whole = made()
         ClipLoss(group="local")(**whole(*batches(lengths))).backward()
         images, ids, own = (all_.split(sizes)[world.rank] for all_ in (*batches(lengths), lengths))
         texts = SortedByLength(ids, own, outputs=["text_features"])
+        assert len(divided(len(own), 9, {"texts": texts}, 24)) == counts[world.rank]
         wrappers = parallel.under_ddp, parallel.under_fsdp
         for wrap, kept in itertools.product(wrappers, (0, 2)):
             model = wrap(made())
