@@ -78,11 +78,13 @@ def gradient_caching(folder: Path) -> Iterator[Names]:
     (image, text), (images, texts) = towers(), batches()
     optimizer = torch.optim.SGD([*image.parameters(), *text.parameters()], lr=0.1)
     before = copy.deepcopy(image.state_dict())
+    tokenized = {"input_ids": texts, "attention_mask": texts > 0}
     known: Names = {
         **{"mb": mb, "nn": nn, "F": F, "lightning": lightning, "loss": clip_loss},
         **{"image_encoder": image, "text_encoder": text, "optimizer": optimizer},
         **{"images": images, "texts": texts, "tokens": texts},
-        **{"batch": {"input_ids": texts, "attention_mask": texts > 0}, "parts": towers},
+        **{"batch": tokenized, "parts": towers, "encode": lambda batch: text(batch["input_ids"])},
+        **dict.fromkeys(("queries", "passages", "captions"), tokenized),
     }
     yield known
     assert not torch.equal(before["1.weight"], image.state_dict()["1.weight"])

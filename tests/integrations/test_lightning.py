@@ -131,6 +131,17 @@ def test_the_micro_batch_size_may_change_between_steps() -> None:
     assert set(sizes) == {8}
 
 
+def test_texts_by_tokens() -> None:
+    class Texts(Pairs):
+        micro_batch_tokens = 20
+
+    module, sizes = Texts(), []
+    module.x = module.y = nn.EmbeddingBag(9, DIMS)  # type: ignore[assignment]
+    module.x.register_forward_hook(lambda _, args, __: sizes.append(len(args[0])))
+    module.cached_loss(torch.randint(9, (5, 8)), torch.randint(9, (5, 6)))
+    assert sizes == [2, 2, 1, 3, 2]
+
+
 @pytest.mark.parametrize("name", ["DeepSpeedStrategy", "FSDPStrategy", "tensor_parallel_size"])
 def test_refuses_strategies(name: str) -> None:
     strategy = type(name, (), {})()

@@ -106,7 +106,8 @@ def test_trains_and_evaluates_as_the_trainer(kind: str, towers: str | None, tmp_
     assert losses_logged(cached) == pytest.approx(losses_logged(plain), rel=1e-4)
 
 
-def test_pairs_of_texts_through_one_encoder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tokens", [None, 12])
+def test_pairs_of_texts_through_one_encoder(tmp_path: Path, tokens: int | None) -> None:
     seen: list[Any] = []
 
     def metrics(prediction: Any) -> dict[str, float]:
@@ -116,6 +117,8 @@ def test_pairs_of_texts_through_one_encoder(tmp_path: Path) -> None:
     plain, cached = (
         pairs_trainer(c, tmp_path, text_pairs(), compute_metrics=metrics) for c in (False, True)
     )
+    if tokens is not None:
+        cached.micro_batch_size, cached.micro_batch_tokens = None, tokens
     plain.can_return_loss = True
     before = weights_of(cached.model)
     for trainer in (plain, cached):
@@ -237,6 +240,12 @@ def test_refuses_arguments(named: str, extra: dict[str, Any], tmp_path: Path) ->
         extra = {**extra, "model": bert()}
     with pytest.raises(ValueError, match=named):
         made(tmp_path, **extra)
+
+
+def test_refuses_tokens_for_a_model_of_images_and_texts(tmp_path: Path) -> None:
+    trainer = made(tmp_path, micro_batch_size=None, micro_batch_tokens=99)
+    with pytest.raises(ValueError, match=r"shape \(4, 6\).*'pixel_values'.*\(4, 3, 32, 32\); use"):
+        trainer.compute_loss(trainer.model, images_and_texts(4))
 
 
 def test_refuses_settings_that_would_train_something_else(tmp_path: Path) -> None:

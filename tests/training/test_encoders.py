@@ -128,6 +128,35 @@ def test_loss_and_gradients_are_those_of_a_dense_matrix(
         assert (columns, {*columns}) == (sorted(columns, reverse=True), {8, 16})
 
 
+@pytest.mark.parametrize("locked", [(), ("text",)])
+def test_micro_batches_by_tokens_are_those_of_the_texts_or_of_the_images(
+    locked: tuple[Tower, ...],
+) -> None:
+    towers = tiny(*locked, force_patch_dropout=0.0)
+    module, data = towers.module.double(), batch(22)
+    data.images = data.images.double()
+    shapes, images = sequence_shapes(module.transformer), []
+    module.visual.register_forward_pre_hook(lambda _, args: images.append(len(args[0])))
+    dense_loss(module, data).backward()
+    gradients = gradients_of(module)
+    module.zero_grad()
+    for size, tokens, count in ((4, 1000, 6), (22, 32, 8)):
+        objective = create_objective(TrainConfig(duplicates="ignored"), group="local")
+        options: Any = {"device": CPU, "group": "local", "lengths": towers.lengths}
+        step = CachedStep(module, objective, size, micro_batch_tokens=tokens, **options)
+        images.clear()
+        shapes.clear()
+        step(data, IDS).backward()
+        found = gradients_of(module)
+        torch.testing.assert_close(found, gradients, rtol=0, atol=1e-11)
+        module.zero_grad()
+        assert max(rows * columns for rows, columns in shapes) <= tokens
+        if locked:  # which has micro-batches of its own
+            assert len(images) == {4: 12, 22: 1}[size]
+        else:
+            assert len(images) == len(shapes) == 2 * count
+
+
 def test_texts_of_all_lengths_take_the_graphs_of_the_first_step() -> None:
     compiled = []
 

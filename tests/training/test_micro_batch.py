@@ -302,4 +302,7 @@ def test_out_of_memory_says_what_needs_less() -> None:
     config = config_of(global_batch_size=8)
     stopped(trainer_of(config), "rank 0: out of memory with 2 pairs at a time .*fsdp needs")
     stopped(trainer_of(config), "and 3 micro-batches kept .--resume with a smaller --activ", kept=3)
+    by_tokens = trainer_of(config)
+    by_tokens.division._tokens = 99
+    stopped(by_tokens, "at most 99 tokens at a time .*smaller --micro-batch-tokens, --")
     stopped(measured(config), "in a trial with 4 pairs at a time; set --micro-batch-", steps=1)

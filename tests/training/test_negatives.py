@@ -15,7 +15,7 @@ from megabatch.errors import UsageError
 from megabatch.training import TrainConfig, train
 from tests.export.runs import change_json
 from tests.models.tiny_bert import save_tiny_bert
-from tests.training.runs import logged, weights
+from tests.training.runs import logged, losses, weights
 
 LETTERS = "abcdefgh"
 
@@ -65,6 +65,22 @@ def loader_of(folder: Path, **options: Any) -> PairLoader:
 
 def texts_of(batch: Batch) -> list[list[str]]:
     return [[bytes(t.tolist()).decode().rstrip() for t in row.unbind(1)] for row in batch.texts]
+
+
+@pytest.mark.parametrize("loss", ["infonce", "maxsim"])
+def test_a_run_by_tokens_is_one_by_pairs(
+    folder: Path, tmp_path: Path, loss: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = config_of(folder, tmp_path / "pairs", loss=loss)
+    tokens = replace(pairs, output=tmp_path / "tokens", micro_batch_size="auto", plan="warn")
+    tokens = replace(tokens, micro_batch_tokens=40)
+    assert train(pairs) == train(tokens) == 0
+    out = capsys.readouterr().out
+    assert "--micro-batch-tokens 40 cannot be planned: " in out or loss == "maxsim"
+    assert "steps of 8 pairs, at most 40 tokens at a time" in out
+    found, expected = losses(tokens.output), losses(pairs.output)
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert found != expected  # other micro-batches
 
 
 def test_a_batch_has_each_pair_s_own_negatives_others_in_each_epoch(folder: Path) -> None:

@@ -14,13 +14,14 @@ from open_clip.hf_model import HFTextEncoder
 from torch import nn
 
 from megabatch.errors import UsageError
-from megabatch.models import create
+from megabatch.models import Towers, create
 from megabatch.models.images import TorchResize
 from megabatch.models.towers import lock
 from megabatch.options import option
 from megabatch.training import TrainConfig, save_config, train
 from megabatch.training.setup import (
     build_towers,
+    check_micro_batches,
     model_notes,
     prepare,
     train_transform,
@@ -162,6 +163,35 @@ def test_scale_and_bias_start_as_the_loss_wants_and_a_bias_that_it_ignores_is_no
     assert (module.logit_scale.item(), module.logit_bias.item()) == (1, -2)
     assert not built(model=model, init_logit_bias=-10.0).logit_bias.requires_grad
     assert built(model=model).logit_bias is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (
+            {"micro_batch_size": "auto"},
+            "--micro-batch-size auto: expected a number of images, with",
+        ),
+        ({"trim_texts": False}, "--micro-batch-tokens 64: texts of .* keep their padding"),
+        (
+            {"activation_memory": 9},
+            "--activation-memory 9: expected auto with --micro-batch-tokens",
+        ),
+    ],
+)
+def test_micro_batches_by_tokens_need_trimmed_texts_and_a_number_of_images(
+    changes: dict[str, Any], reason: str, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=reason):
+        train(make_config(tmp_path / "run", **{"micro_batch_tokens": 64, **changes}))
+
+
+def test_micro_batches_by_tokens_of_texts_alone_take_no_number_of_pairs(tmp_path: Path) -> None:
+    config = TrainConfig(micro_batch_tokens=64, micro_batch_size=8, model="hf:bert")
+    towers = Towers("bert", nn.Module(), *[None] * 3, 8, "text", {"text": len})  # type: ignore
+    reason = "--micro-batch-size 8: expected auto, as there are only texts, with --micro-batch-t"
+    with pytest.raises(UsageError, match=reason):
+        check_micro_batches(config, towers)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,11 @@ class TrainConfig:
     process has no more pairs than this, and for pairs within --activation-memory. auto: on GPUs the
     fastest, measured within 2 minutes; on the CPU, with batch normalisation and with --loss maxsim,
     512."""
+    micro_batch_tokens: Annotated[PositiveInt | None, MAY_CHANGE] = None
+    """Instead: tokens that go through a text tower at a time, at most, with their padding; a longer
+    text does alone. --micro-batch-size is then a number of images. Texts must be trimmed: it needs
+    --trim-texts and a model whose features do not depend on padding. No sizes are measured and no
+    activations kept; towers run once only if a process has a single micro-batch."""
     epochs: Annotated[PositiveInt, MAY_CHANGE] = 16
     """Passes over the data."""
     steps: Annotated[PositiveInt | None, MAY_CHANGE] = None
@@ -248,6 +253,9 @@ def schedule_problems(config: TrainConfig, total_steps: int) -> list[str]:
 
 def _conflicts(config: TrainConfig) -> Iterator[str]:
     """Settings that contradict each other."""
+    if config.micro_batch_tokens and config.activation_memory not in ("auto", 0):
+        given = f"--activation-memory {config.activation_memory}"
+        yield f"{given}: expected auto with --micro-batch-tokens {config.micro_batch_tokens}"
     if config.decode == "late" and config.workers == 0:
         yield "--workers 0: expected at least 1 with --decode late, which is their work"
     if config.csv_img_key is not None and config.csv_query_key is not None:
@@ -289,7 +297,8 @@ def activation_bytes(config: TrainConfig, device_type: str) -> int | None:
     """Bytes for activations that wait for the backward pass; None: all that is free there."""
     if config.activation_memory == "auto":
         # Of tokens' features the longest text decides, and a later batch may have a longer one.
-        return None if device_type == "cuda" and config.loss != "maxsim" else 0
+        known = config.loss != "maxsim" and config.micro_batch_tokens is None
+        return None if device_type == "cuda" and known else 0
     return config.activation_memory
 
 

@@ -238,6 +238,39 @@ class SortedByLength:
         return growth(self.runs, self._columns, count)
 
 
+def up_to_last(present: Tensor) -> Tensor:
+    """Columns up to each row's last one that is true, int64 (n,); of (n, columns), bool.
+
+    All for a row without any: attention to nothing but padding is an average over all of it.
+    """
+    columns = present.shape[1]
+    positions = torch.arange(1, columns + 1, device=present.device)
+    last = torch.where(present, positions, 0).amax(1)
+    return torch.where(last == 0, columns, last)
+
+
+def tokens_by_length(name: str, batch: Any) -> Any:
+    """A batch of token ids (rows, columns) in order of the lengths in its `attention_mask`.
+
+    Without a mask all rows have the same length. A batch that has neither is returned as it is.
+    """
+    tensors = {} if isinstance(batch, SortedByLength) else named_tensors(batch, name)
+    flat = {path: t for path, t in tensors.items() if t.ndim == 2}
+    masks = [t for path, t in flat.items() if path.endswith("['attention_mask']")]
+    ids = [t for t in flat.values() if t.dtype in (torch.int32, torch.int64)]
+    if not (masks or ids):
+        return batch
+    tokens = (masks or ids)[0]
+    others = [path for path, t in tensors.items() if t.ndim > 1 and t.shape[:2] != tokens.shape]
+    if others:
+        raise ValueError(
+            f"micro_batch_tokens: expected tensors of shape {(*tokens.shape,)} or with one "
+            f"dimension beside the token ids, got {' and '.join(others)} with "
+            f"{(*tensors[others[0]].shape,)}; use micro_batch_size, or an encoder for each"
+        )
+    return SortedByLength(batch, up_to_last((tokens != 0) | (not masks)))
+
+
 def _columns(batch: Any, lengths: Tensor) -> int:
     """The number of columns of a batch's tensors; checks their shapes."""
     if not isinstance(lengths, Tensor) or lengths.is_floating_point() or lengths.ndim != 1:
@@ -280,34 +313,46 @@ def equal_rows(rows: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def equal_tokens(runs: Runs, count: int) -> list[slice]:
+def equal_tokens(runs: Runs, count: int, limit: int | None = None) -> list[slice]:
     """Divide sequences into `count` micro-batches, the largest with as few tokens as possible.
 
     A micro-batch has at least one row; its tokens are rows times the columns of the first one.
+    `limit`: of tokens, which only single rows exceed; `count` is at least `fewest_micro_batches`.
     """
-    found = equal_token_runs(runs, count)
+    found = equal_token_runs(runs, count, limit)
     sizes = [size for size, _, number in found for _ in range(number)]
     ends = itertools.accumulate(sizes)
     return [slice(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def equal_token_runs(runs: Runs, count: int) -> list[tuple[int, int, int]]:
+def equal_token_runs(
+    runs: Runs, count: int, limit: int | None = None
+) -> list[tuple[int, int, int]]:
     """Runs of equal micro-batches of `equal_tokens`: rows, columns of the first row, and number."""
     spare = sum(n for _, n in runs) - count  # beyond a row for each micro-batch
-    return _packed(runs, fewest_tokens(runs, count), spare)
+    return _packed(runs, fewest_tokens(runs, count, limit), spare)
 
 
-def fewest_tokens(runs: Runs, count: int) -> int:
-    """The tokens of the largest micro-batch in `equal_tokens`; 0 without any row."""
+def fewest_tokens(runs: Runs, count: int, limit: int | None = None) -> int:
+    """The tokens of the largest micro-batch in `equal_tokens`; 0 without any row.
+
+    `limit`: see there; rows that exceed it do not count.
+    """
     if not runs:
         return 0
     longest = runs[0][0]
     most = -(-sum(n for _, n in runs) // count) * longest  # as with equal rows
+    least = longest if limit is None else min(longest, limit)
 
-    def suffices(limit: int) -> bool:  # with more tokens in each micro-batch, fewer are needed
-        return sum(number for *_, number in _packed(runs, limit)) <= count
+    def suffices(tokens: int) -> bool:  # with more tokens in each micro-batch, fewer are needed
+        return fewest_micro_batches(runs, tokens) <= count
 
-    return longest + bisect.bisect_left(range(longest, most), True, key=suffices)
+    return least + bisect.bisect_left(range(least, most), True, key=suffices)
+
+
+def fewest_micro_batches(runs: Runs, limit: int) -> int:
+    """How many micro-batches there are at least, if only single rows have more tokens."""
+    return sum(number for *_, number in _packed(runs, limit))
 
 
 def growth(runs: Runs, columns: int, count: int) -> float:
@@ -320,13 +365,16 @@ def growth(runs: Runs, columns: int, count: int) -> float:
 
 
 def _packed(runs: Runs, limit: int, spare: int = sys.maxsize) -> list[tuple[int, int, int]]:
-    """As `equal_token_runs`, with at most `limit` tokens each, and `spare` more rows than parts."""
+    """As `equal_token_runs`, with at most `limit` tokens each, and `spare` more rows than parts.
+
+    A row with more is a micro-batch of its own.
+    """
     found: list[tuple[int, int, int]] = []
     start = end = 0
     for columns, n in runs:
         end += n
         while start < end:
-            size = min(limit // columns, 1 + spare)
+            size = max(1, min(limit // columns, 1 + spare))
             number = -(-(end - start) // size)  # the last of them may reach into the next run
             if size > 1:
                 number = min(number, spare // (size - 1))
@@ -359,10 +407,23 @@ class MicroBatch:
         return self.by_length.get(batch, self.rows)
 
 
-def divided(rows: int, size: int, by_length: Mapping[str, SortedByLength]) -> list[MicroBatch]:
-    """The micro-batches; `size`: the rows of one, or their mean in the sorted batches."""
-    equal = equal_rows(rows, size)
-    cut = {name: equal_tokens(batch.runs, len(equal)) for name, batch in by_length.items()}
+def divided(
+    rows: int,
+    size: int | None,
+    by_length: Mapping[str, SortedByLength],
+    tokens: int | None = None,
+) -> list[MicroBatch]:
+    """The micro-batches.
+
+    `size`: the rows of one, or their mean in the sorted batches; the most rows if `tokens`, the
+    most tokens of a sorted batch, take more micro-batches. One of the two may be None.
+    """
+    equal = equal_rows(rows, size or max(1, rows))
+    runs = {name: batch.runs for name, batch in by_length.items()}
+    least = [fewest_micro_batches(each, tokens) for each in runs.values() if tokens is not None]
+    if (count := max(least, default=0)) > len(equal):
+        equal = [slice(rows * i // count, rows * (i + 1) // count) for i in range(count)]
+    cut = {name: equal_tokens(each, len(equal), tokens) for name, each in runs.items()}
     return [
         MicroBatch(part, {name: parts[i] for name, parts in cut.items()})
         for i, part in enumerate(equal)
@@ -414,9 +475,21 @@ class Feed:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
 
-    def divided(self, size: int) -> list[MicroBatch]:
-        """The micro-batches; `size`: the rows of one, or their mean in sorted batches."""
-        return divided(self.rows, size, self._sorted)
+    def divided(self, size: int | None, tokens: int | None = None) -> list[MicroBatch]:
+        """The micro-batches; for the arguments see `divided`.
+
+        With `tokens`, the size is that of batches that are not sorted, which have no tokens.
+        """
+        unsorted = [name for name in self._batches if name not in self._sorted]
+        if tokens is None:
+            return divided(self.rows, size, self._sorted)
+        if unsorted and (size is None or len(unsorted) == len(self._batches) > 1):
+            raise ValueError(
+                f"micro_batch_tokens: the tokens of {' and '.join(unsorted)} of {self.name} are "
+                "not known; expected a SortedByLength (an encoder's only batch becomes one if it "
+                "is token ids), and micro_batch_size for batches without tokens"
+            )
+        return divided(self.rows, size if unsorted else None, self._sorted, tokens)
 
     def __call__(self, micro_batches: Sequence[MicroBatch]) -> Generator[Parts, None, None]:
         """Yield the rows of each micro-batch; for an idle one (no rows), rows to be dropped.

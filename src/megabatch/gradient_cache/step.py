@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.batches import Feed, Key
+from megabatch.gradient_cache.batches import Feed, Key, tokens_by_length
 from megabatch.gradient_cache.encoding import Encoding
 from megabatch.gradient_cache.outputs import CachedOutputs
 from megabatch.gradient_cache.second_pass import PendingLoss, Step, loss_of
@@ -59,8 +59,9 @@ class GradientCache:
         self,
         encoders: Encoder | Sequence[Encoder],
         loss: Callable[..., Tensor],
-        micro_batch_size: int | Sequence[int],
+        micro_batch_size: int | Sequence[int] | None = None,
         *,
+        micro_batch_tokens: int | Sequence[int] | None = None,
         group: ProcessGroup | DeviceMesh | Literal["local"] | None = None,
         device: torch.device | str | None = None,
         feature_dtype: torch.dtype | None = None,
@@ -83,6 +84,11 @@ class GradientCache:
                 returns one number. Parameters that it uses directly get their gradients directly.
             micro_batch_size: rows per call of an encoder, at least 1; or one number per encoder.
                 For a `SortedByLength`, whose micro-batches have equal numbers of tokens, the mean.
+            micro_batch_tokens: instead, the most tokens per call of an encoder, padding included
+                (rows times columns), or one number per encoder. A longer text is encoded alone. An
+                encoder's only batch becomes a `SortedByLength` if it is token ids: a tokenizer's
+                mapping, with lengths from its `attention_mask`; or integers (rows, columns), all
+                equally long. For batches without tokens `micro_batch_size` is needed too.
             group: the ranks that must agree on the number of micro-batches: a process group, a
                 DeviceMesh, `None` for the default group if torch.distributed is initialised, or
                 "local" for no communication.
@@ -108,7 +114,7 @@ class GradientCache:
         self._encoders: tuple[Encoder, ...] = tuple(given) if several else (given,)
         self._count = len(self._encoders) if several else None
         _check_options(self._encoders, loss, group, feature_dtype)
-        self._sizes = _integers("micro_batch_size", micro_batch_size, self._count, least=1)
+        self._sizes = _sizes(self._count, micro_batch_size, micro_batch_tokens)
         self._input_names = _checked_input_names(input_names, self._count)
         self._outputs = _checked_outputs(outputs, self._count)
         self._device = None if device is None else torch.device(device)
@@ -181,6 +187,8 @@ class GradientCache:
         several = self._count is not None
         for i, named in enumerate(_named_batches(batches, by_name, self._count)):
             name = f"encoder {i}" if several else "the model"
+            if self._sizes[i][1] is not None and len(named) == 1:
+                named = {key: tokens_by_length(key, batch) for key, batch in named.items()}
             feed = Feed(name, named, () if several else by_name, self._device)
             outputs = CachedOutputs(feed, self._outputs[i], self._feature_dtype, single=several)
             found.append(Encoding(self._encoders[i], feed, outputs, check))
@@ -191,8 +199,8 @@ class GradientCache:
 
         Ranks agree on the largest number of micro-batches, and the smallest of those to be kept.
         """
-        for encoding, size in zip(encodings, self._sizes, strict=True):
-            encoding.micro_batches = encoding.feed.divided(size)
+        for encoding, sizes in zip(encodings, self._sizes, strict=True):
+            encoding.micro_batches = encoding.feed.divided(*sizes)
         counts = [len(encoding.micro_batches) for encoding in encodings]
         kept = [*self._kept_counts()] if training else [0] * len(counts)
         if len(global_ranks(self.group)) > 1:
@@ -261,6 +269,18 @@ def _integers(name: str, value: Any, count: int | None, least: int) -> tuple[int
         if number < least:
             raise ValueError(f"{name}: expected at least {least}, got {number}")
     return numbers
+
+
+def _sizes(count: int | None, rows: Any, tokens: Any) -> list[tuple[int | None, int | None]]:
+    """For each encoder, the rows and the tokens of a micro-batch, one of which may be None."""
+    if rows is None and tokens is None:
+        raise TypeError("micro_batch_size: expected an int, or micro_batch_tokens, got neither")
+    given = {"micro_batch_size": rows, "micro_batch_tokens": tokens}
+    columns = [
+        [None] * (count or 1) if value is None else _integers(name, value, count, least=1)
+        for name, value in given.items()
+    ]
+    return [*zip(*columns, strict=True)]
 
 
 def _checked_input_names(value: Any, count: int | None) -> tuple[str, ...]:

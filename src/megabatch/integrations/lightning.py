@@ -35,13 +35,15 @@ _REFUSED = {
 class MegabatchMixin:
     """Training and validation steps of a LightningModule, with gradient caching.
 
-    A subclass defines `encoders()` and `contrastive_loss(...)`, and sets `micro_batch_size`. The
-    loss is that of the batch of all ranks; Lightning handles accumulation, clipping and scaling as
-    for any other loss.
+    A subclass defines `encoders()` and `contrastive_loss(...)`, and sets `micro_batch_size` or
+    `micro_batch_tokens`. The loss is that of the batch of all ranks; Lightning handles
+    accumulation, clipping and scaling as for any other loss.
     """
 
     #: Rows that go through an encoder at once, at least 1; or one number per encoder.
-    micro_batch_size: int | Sequence[int]
+    micro_batch_size: int | Sequence[int] | None = None
+    #: The most tokens of texts that go through an encoder at once, likewise; see `GradientCache`.
+    micro_batch_tokens: int | Sequence[int] | None = None
 
     _cache: tuple[Any, GradientCache] | None = None
 
@@ -65,10 +67,13 @@ class MegabatchMixin:
         """
         encoders = self.encoders()
         # Since the last step a strategy may have wrapped them, or a tuner changed the size.
-        key = (*encoders,) if isinstance(encoders, Sequence) else (encoders,), self.micro_batch_size
+        sizes = self.micro_batch_size, self.micro_batch_tokens
+        key = (*encoders,) if isinstance(encoders, Sequence) else (encoders,), sizes
         if self._cache is None or self._cache[0] != key:
             _refuse(_strategy_of(self))
-            cache = GradientCache(encoders, self.contrastive_loss, self.micro_batch_size)
+            size, tokens = sizes
+            loss = self.contrastive_loss
+            cache = GradientCache(encoders, loss, size, micro_batch_tokens=tokens)
             self._cache = key, cache
         return self._cache[1](*batches, **inputs)
 

@@ -111,7 +111,7 @@ class MegabatchTrainerMixin:
     `{"query": {"input_ids": ...}, "passage": {...}}`, which the model encodes one after the other.
     The loss is that of the batch of all ranks. Evaluation computes the same loss; predictions, for
     `compute_metrics`, are the features of both sides, each (n, d). Between steps the attributes
-    `micro_batch_size`, `pooling` and `contrastive_loss` may be set.
+    `micro_batch_size`, `micro_batch_tokens`, `pooling` and `contrastive_loss` may be set.
     """
 
     model: nn.Module
@@ -123,7 +123,8 @@ class MegabatchTrainerMixin:
     def __init__(
         self,
         *args: Any,
-        micro_batch_size: int,
+        micro_batch_size: int | None = None,
+        micro_batch_tokens: int | None = None,
         loss: Callable[..., Tensor] | None = None,
         pooling: Pooling | None = None,
         loss_inputs: Sequence[str] = (),
@@ -134,6 +135,9 @@ class MegabatchTrainerMixin:
         Args:
             *args, **kwargs: the Trainer's own.
             micro_batch_size: rows that go through the model at once, at least 1.
+            micro_batch_tokens: instead, for a model of texts that masks padding: the most tokens,
+                padding included, that go through it at once, in order of length; see
+                `GradientCache`.
             loss: called with what `FeatureEncoder` returns, `loss(image_embeds, text_embeds,
                 logit_scale)` for CLIP, followed by logit_bias for SigLIP, or one feature for each
                 text of a pair, `loss(query, passage)`; and with `loss_inputs` as keyword arguments.
@@ -151,6 +155,7 @@ class MegabatchTrainerMixin:
         super().__init__(*args, **kwargs)
         _refuse(self)
         self.micro_batch_size = micro_batch_size
+        self.micro_batch_tokens = micro_batch_tokens
         self.pooling = pooling
         self.loss_inputs = tuple(loss_inputs)
         self.contrastive_loss = own_loss(self.model) if loss is None else loss
@@ -214,11 +219,14 @@ class MegabatchTrainerMixin:
 
     def _step_for(self, model: nn.Module, batches: int) -> GradientCache:
         """The step of so many batches, the same one until an attribute is changed."""
-        key = model, batches, self.micro_batch_size, self.pooling, self.contrastive_loss
+        sizes = self.micro_batch_size, self.micro_batch_tokens
+        key = model, batches, *sizes, self.pooling, self.contrastive_loss
         if self._step is None or self._step[0] != key:
             encoder = FeatureEncoder(model, self.pooling)
             encoders = encoder if batches == 1 else (encoder,) * batches
-            self._step = key, GradientCache(encoders, self._score, self.micro_batch_size)
+            size, tokens = sizes
+            step = GradientCache(encoders, self._score, size, micro_batch_tokens=tokens)
+            self._step = key, step
         return self._step[1]
 
     def _score(self, *outputs: Tensor, **inputs: Any) -> Tensor:

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from megabatch.gradient_cache.batches import up_to_last
+
 #: The number of tokens that a text's features depend on: int64 (n,), at least 1, of padded tokens,
 #: int64 (n, context_length). With those after them cut off, the features stay the same.
 Lengths: TypeAlias = Callable[[Tensor], Tensor]
@@ -36,14 +38,8 @@ def up_to_first(tokens: Tensor, token: int) -> Tensor:
 
 
 def without_padding(tokens: Tensor, pad: int) -> Tensor:
-    """With padding masked in attention and pooling; a text without any token keeps its padding.
-
-    Attention to nothing but masked tokens is an average over all of them.
-    """
-    context = tokens.shape[1]
-    positions = torch.arange(1, context + 1, device=tokens.device)
-    last = torch.where(tokens != pad, positions, 0).amax(1)
-    return torch.where(last == 0, context, last)
+    """With padding masked in attention and pooling; a text without any token keeps its padding."""
+    return up_to_last(tokens != pad)
 
 
 def trimmed(tokens: Tensor, lengths: Lengths) -> Tensor:

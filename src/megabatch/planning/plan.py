@@ -127,6 +127,11 @@ def make_plan(
             f"--loss {config.loss} cannot be planned: the memory of tokens' features and of their "
             "loss depends on the longest texts of each batch"
         )
+    if config.micro_batch_tokens is not None:
+        raise NoPlan(
+            f"--micro-batch-tokens {config.micro_batch_tokens} cannot be planned: plans divide "
+            "batches by --micro-batch-size"
+        )
     return Planner(config, towers, machine, file_bytes, lengths).planned()
 
 

@@ -28,6 +28,7 @@ class CachedStep:
         objective: called as `Objective`. If it takes negatives, batches have texts (b, context,
             1 + k), each pair's own and then its negatives.
         micro_batch_size: rows that go through a tower at a time, the mean of texts by length.
+        micro_batch_tokens: if not None, the most tokens of texts by length, whatever their rows.
         device: where micro-batches are copied to, the next one during computation on the current.
         locked: the towers that are locked as a whole. Default: those of the module.
         lengths: of `Towers`, for the towers that are to encode texts in order of their lengths and
@@ -41,6 +42,7 @@ class CachedStep:
         objective: nn.Module,
         micro_batch_size: int,
         *,
+        micro_batch_tokens: int | None = None,
         device: torch.device,
         locked: frozenset[Tower] | None = None,
         lengths: Mapping[Tower, Lengths] | None = None,
@@ -50,7 +52,7 @@ class CachedStep:
         if "negatives" in getattr(objective, "takes", ()):
             module = WithNegatives(module)
         self.module = module
-        self.micro_batch_size = micro_batch_size
+        self.micro_batch_size, self.micro_batch_tokens = micro_batch_size, micro_batch_tokens
         self.device = device
         self._objective = objective
         self._lengths = lengths or {}
@@ -58,7 +60,8 @@ class CachedStep:
         self.locked: Tower | None = next(iter(found), None)
         if self.locked is not None:
             module = OneTower(module, "text" if self.locked == "image" else "image")
-        self.cache = GradientCache(module, self._loss, micro_batch_size, device=device, **options)
+        options |= {"micro_batch_tokens": micro_batch_tokens, "device": device}
+        self.cache = GradientCache(module, self._loss, micro_batch_size, **options)
 
     def __call__(self, batch: Batch, ids: Tensor | None = None) -> Tensor:
         """The loss, shape (). `ids`: (b,) if the objective takes them, else None."""
@@ -105,7 +108,8 @@ class CachedStep:
         """The locked tower's features of a whole batch, (b, d) on the device."""
         encode, name = OneTower(self.module, tower), f"{tower}_features"
         feed = Feed("the locked tower", {name: self._sorted(tower, inputs)}, device=self.device)
-        with contextlib.closing(feed(feed.divided(self.micro_batch_size))) as parts:
+        divided = feed.divided(self.micro_batch_size, self.micro_batch_tokens)
+        with contextlib.closing(feed(divided)) as parts:
             features = torch.cat([encode(part)[name] for part, _ in parts])
         _, texts = feed.sorted_by(name)
         return features if texts is None else texts.in_batch_order(features)

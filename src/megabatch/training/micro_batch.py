@@ -162,7 +162,8 @@ class Division:
         self._share = -(-config.global_batch_size // layout.world.size)
         self._bound = activation_bytes(config, device.type)
         on_gpu = device.type == "cuda"
-        auto = config.micro_batch_size == "auto" and config.loss != "maxsim"
+        self._tokens = config.micro_batch_tokens
+        auto = config.micro_batch_size == "auto" and config.loss != "maxsim" and not self._tokens
         auto = auto and not batch_norms(layout.module)
         self.searches = on_gpu and auto
         rows = FIRST if self.searches else unmeasured_micro_batch(config)
@@ -211,10 +212,12 @@ class Division:
     def less_memory(self) -> str:
         """What to say if memory runs out in a step."""
         kept = f" and {plural(self.kept, 'micro-batch')} kept" if self.kept else ""
+        at_a_time, smaller = plural(self.rows, "pair"), "--activation-memory or --micro-batch-size"
+        if self._tokens:
+            at_a_time, smaller = f"at most {plural(self._tokens, 'token')}", "--micro-batch-tokens"
         return (
-            f"out of memory with {plural(self.rows, 'pair')} at a time{kept} (--resume with a "
-            "smaller --activation-memory or --micro-batch-size, --grad-checkpointing or --parallel "
-            "fsdp needs less)"
+            f"out of memory with {at_a_time} at a time{kept} (--resume with a smaller {smaller}, "
+            "--grad-checkpointing or --parallel fsdp needs less)"
         )
 
     def state(self) -> dict[str, Any]:

@@ -350,11 +350,13 @@ class Run:
         millions = sum(p.numel() for p in trainer.module.parameters()) / 1e6
         several = f"{size} x {trainer.device.type} ({config.parallel})"
         at_first = " at first" if trainer.division.measures else ""
+        tokens = config.micro_batch_tokens
+        most = f"at most {plural(tokens, 'token')}" if tokens else f"{trainer.division.rows:,}"
         self.console.print(
             f"{config.model} ({millions:.1f}M parameters) on "
             f"{plural(len(self.loader.dataset), 'pair')} of {config.train_data}: "
             f"{plural(trainer.total_steps, 'step')} of "
-            f"{plural(config.global_batch_size, 'pair')}, {trainer.division.rows:,} at a "
+            f"{plural(config.global_batch_size, 'pair')}, {most} at a "
             f"time{at_first}, {config.precision} on {trainer.device if size == 1 else several}"
         )
         data = self.loader.dataset

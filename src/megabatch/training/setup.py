@@ -39,7 +39,8 @@ from megabatch.training.world import World
 #: Settings that may differ between ranks: paths on each one's machine, its memory and its speed.
 _OF_A_RANK = (
     *("output", "pretrained", "train_data", "val_data"),
-    *("micro_batch_size", "workers", "torchcompile", "data_timeout", "dist_timeout"),
+    *("micro_batch_size", "micro_batch_tokens", "workers", "torchcompile"),
+    *("data_timeout", "dist_timeout"),
 )
 
 
@@ -98,6 +99,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     towers = build_towers(config)
     transform = train_transform(config, towers)
     check_kind(config, getattr(dataset, "first", "image"), towers.first)
+    check_micro_batches(config, towers)
     evaluating.check(config, towers.first)
     notes += model_notes(config, towers, world.size)
     if order.block > 1:
@@ -206,6 +208,22 @@ def check_kind(config: TrainConfig, given: str, taken: str) -> None:
             f"--model {config.model}: it takes {taken}s with texts, but {config.train_data} "
             f"has {given}s{hint}"
         )
+
+
+def check_micro_batches(config: TrainConfig, towers: Towers) -> None:
+    """Raise a UsageError if the model's inputs cannot be divided as `micro_batch_tokens` says."""
+    if config.micro_batch_tokens is None:
+        return
+    given = f"--micro-batch-tokens {config.micro_batch_tokens}"
+    if not (config.trim_texts and towers.lengths):
+        raise UsageError(
+            f"{given}: texts of {config.model} keep their padding (--no-trim-texts, or features "
+            "may depend on it), so all are equally long; expected --micro-batch-size"
+        )
+    size, images = config.micro_batch_size, towers.first == "image"
+    if images == (size == "auto"):
+        why = "a number of images" if images else "auto, as there are only texts"
+        raise UsageError(f"--micro-batch-size {size}: expected {why}, with {given}")
 
 
 def length_problems(config: TrainConfig, dataset: PairDataset, steps: int, ranks: int) -> list[str]:

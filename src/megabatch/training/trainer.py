@@ -195,10 +195,13 @@ class Trainer:
     def _divided(self) -> CachedStep:
         """The step with micro-batches as `division` has them now."""
         config = self.config
+        # Each text comes with its hard negatives, which are as long as the longest of them.
+        tokens = (config.micro_batch_tokens or 0) // (1 + config.hard_negatives)
         return CachedStep(
             self.layout.model,
             self.objective,
             self.division.rows,
+            micro_batch_tokens=None if config.micro_batch_tokens is None else max(1, tokens),
             locked=locked_towers(self.module),
             lengths=self._lengths,
             device=self.device,
