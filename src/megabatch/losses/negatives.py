@@ -18,7 +18,6 @@ from megabatch.similarity import (
     pair_ids,
     split_logsumexp,
     sum_over_ranks,
-    with_column_bias,
 )
 from megabatch.similarity.arguments import (
     accumulator_dtype,
@@ -64,6 +63,11 @@ class Rows(NamedTuple):
         )
         return Rows(torch.cat([self.features, others.features]), guide, None, lengths, log_q)
 
+    def of_columns(self, rows: Rows) -> dict[str, Any]:
+        """Options of the reductions with these as columns of `rows`."""
+        bias = None if self.log_q is None else -self.log_q
+        return {"row_weight": rows.weight, "col_lengths": self.lengths, "col_bias": bias}
+
 
 class Logits:
     """Similarities times a scale, and their log-sum-exps.
@@ -103,17 +107,19 @@ class Logits:
         if x.guide is not None:
             common["guide"] = x.guide if y is None else (x.guide, y.guide)
         if y is not None:
-            common |= {"row_weight": x.weight, "col_lengths": y.lengths}
-        rows, columns = split_logsumexp(*self._operands(x, y), **(common | options))
+            common |= y.of_columns(x)
+        columns_of = None if y is None else y.features
+        rows, columns = split_logsumexp(x.features, columns_of, self.scale, **(common | options))
         return self._weighted(rows), None if columns is None else self._weighted(columns)
 
     def over_all(self, x: Rows, y: Rows, group: object) -> Tensor:
         """Log-sum-exp of each row of x over all rows of y, (m,)."""
         if self.ceiling is not None:
             return self.split(x, y, ids=(no_ids(x), no_ids(y)), group=group)[0].negative
-        tokens: dict[str, Any] = {"row_weight": x.weight, "col_lengths": y.lengths}
-        operands: Any = self._operands(x, y)
-        rows, _ = logsumexp(*operands, sides="rows", group=group, **tokens)
+        options = y.of_columns(x)
+        rows, _ = logsumexp(
+            x.features, y.features, self.scale, sides="rows", group=group, **options
+        )
         return self._corrected(rows)
 
     def over_hard_of_others(self, x: Rows, hard: Rows) -> Tensor:
@@ -133,11 +139,6 @@ class Logits:
         if hard.log_q is not None:
             logits = logits - hard.log_q
         return self._corrected(logits.logsumexp(1))
-
-    def _operands(self, x: Rows, y: Rows | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        if y is None or y.log_q is None:
-            return x.features, None if y is None else y.features, self.scale
-        return with_column_bias(x.features, y.features, self.scale, -y.log_q)
 
     def _weighted(self, side: Split) -> Split:
         if self.factor is None:

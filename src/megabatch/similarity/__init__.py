@@ -4,7 +4,6 @@ The matrix is `S[i, j] = scale * <x_i, y_j>` for x (m, d) and y (n, d). With the
 contrastive loss takes a few lines of ordinary PyTorch.
 """
 
-from megabatch.similarity.bias import with_column_bias
 from megabatch.similarity.distributed.means import (
     global_mean,
     largest_over_ranks,
@@ -50,5 +49,4 @@ __all__ = [
     "split_stacks",
     "sum_over_ranks",
     "topk",
-    "with_column_bias",
 ]
