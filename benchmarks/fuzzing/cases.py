@@ -87,8 +87,10 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
         case["values"], case["normalize"] = "integers", False  # whose products are exact
     if name == "infonce":  # not drawn, so that all else is as in earlier records
         case["options"]["margin_strategy"] = ("absolute", "relative")[index % 2]
-        without = ("same_tower", "reverse", "hardness_mode", "label_smoothing", "tau_plus")
-        case["options"]["log_q"] = not (index % 3 or any(map(case["options"].get, without)))
+        case["options"]["log_q"] = index % 3 == 0
+        if case["options"]["log_q"]:  # without the options that it excludes
+            case["options"] |= {"same_tower": [], "reverse": None, "hardness_mode": None}
+            case["options"] |= {"hardness_strength": 0.0, "label_smoothing": 0.0, "tau_plus": 0.0}
     if name == "infonce" and (case["options"]["label_smoothing"] or case["options"]["tau_plus"]):
         case["ids"] = None
     if name in RANKING:

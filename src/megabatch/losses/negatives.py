@@ -131,13 +131,12 @@ class Logits:
     def over_hard(self, x: Rows, hard: Rows) -> Tensor:
         """Log-sum-exp of each row i of x over its `hard[i]` (k, d), (m,)."""
         logits = similarities(x, hard) * self.scale
+        logits = logits if hard.log_q is None else logits - hard.log_q
         if self.ceiling is not None:
             compared = logits
             if x.guide is not None and hard.guide is not None:
                 compared = hard_products(x.guide, hard.guide)
             logits = logits.masked_fill(compared > self.ceiling[:, None], -torch.inf)
-        if hard.log_q is not None:
-            logits = logits - hard.log_q
         return self._corrected(logits.logsumexp(1))
 
     def _weighted(self, side: Split) -> Split:
