@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megabatch.similarity import bias as module
 from megabatch.similarity import logsumexp, split_logsumexp
 from megabatch.similarity.bias import UNIT, with_column_bias
 from tests.similarity import dense
@@ -74,6 +75,13 @@ def test_refused() -> None:
     calls = (
         ((x, x), torch.ones(5), ValueError, r"col_bias: expected shape \(6,\), got \(5,\)"),
         ((x, x), torch.ones(6).long(), TypeError, "col_bias: expected a floating-point .*int64"),
+        (
+            (x, x),
+            torch.tensor([0, 0, 0, 0, 0, torch.inf]),
+            ValueError,
+            "finite .*float32, got 0.*inf",
+        ),
+        ((x.half(), x.half()), torch.full((6,), 1e30), ValueError, "float16, got "),
         ((x, None), torch.ones(6), ValueError, "col_bias: expected None with y=None"),
         ((tokens, tokens), torch.ones(6), ValueError, "col_bias: expected None for x of shape"),
     )
@@ -87,3 +95,15 @@ def test_a_constant_changes_no_probability() -> None:
     x, y = MAKERS["random"](9, 9, 4)
     sides = [split_logsumexp(x, y, 5.0, col_bias=torch.arange(9.0) + c)[0] for c in (0, 7)]
     torch.testing.assert_close(*(side.positive_sum - side.negative for side in sides))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_numbers_out_of_range_give_nan_where_they_are_not_read(
+    sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "extremes", lambda values: None)  # as on a GPU
+    x, bias = torch.randn(6, 4).half(), torch.zeros(6)
+    bias[2] = sign * 1e5
+    assert logsumexp(x, x, 2.0, col_bias=bias)[0].isnan().all()
+    found, _ = logsumexp(x.bfloat16(), x.bfloat16(), 2.0, col_bias=sign * bias * 1e25)
+    torch.testing.assert_close(found, torch.full((6,), 1e30))

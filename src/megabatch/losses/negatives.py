@@ -295,8 +295,10 @@ def check_log_q(
             value = check_vector(own_name, value, like.shape[:-1], like)
             values = extremes(value)
             if values is not None and not -math.inf < values[0] <= values[1] < math.inf:
-                came = f"{values[0]:.6g} to {values[1]:.6g}"
-                raise ValueError(f"{own_name}: expected finite numbers, got {came}")
+                raise ValueError(
+                    f"{own_name}: expected finite numbers, as candidates that are never sampled "
+                    f"are in no batch, got {values[0]:.6g} to {values[1]:.6g}"
+                )
         checked.append(value)
     return checked
 

@@ -2,16 +2,19 @@
 
 So no kernel, schedule or transfer knows of it: a column's further features sum up to bias / scale.
 Every format in which products are taken (bfloat16, float16, TF32) holds eight bits of mantissa, so
-three features hold a float32 number.
+three features hold a float32 number. On the CPU, forward and backward take 3% to 12% more time with
+4,096 rows of 64 to 768 features.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.similarity.arguments import check_vector
+from megabatch.similarity.arguments import check_vector, extremes
 
 #: The rows' further features: as large as those of a unit vector of width 256, so that float16,
 #: whose range is small, holds the columns' further features and their gradients likewise.
@@ -26,6 +29,15 @@ def with_column_bias(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> tuple
     """
     bias = check_vector("col_bias", bias, y.shape[0], y)
     parts = torch.stack(_parts(bias / (UNIT * scale.detach())), 1).to(y.dtype)
+    # What leaves range would drop its column, or all others, without a word.
+    parts = parts.masked_fill(parts.isinf(), torch.nan)
+    found = extremes(parts)
+    if found is not None and math.isnan(found[0]):
+        name, (low, high) = str(y.dtype).removeprefix("torch."), extremes(bias) or found
+        raise ValueError(
+            "col_bias (in a loss, -log_q): expected finite numbers of which 16 times each, divided "
+            f"by the scale, fits into {name}, got {low:.6g} to {high:.6g}"
+        )
     missing = -(y.shape[1] + parts.shape[1]) % (16 // y.element_size())
     further = F.pad(parts, (0, missing))
     return F.pad(x, (0, further.shape[1]), value=UNIT), torch.cat([y, further], 1)

@@ -238,9 +238,9 @@ def scale_rows(
     out: Tensor | None,
     factor: Tensor,
     width: int,
-    dot_width: int | None = None,
     divisor: int = 1,
     *,
+    dot_width: int = 0,
     features: Tensor | None = None,
     order: Tensor | None = None,
     row_scale: Tensor | None = None,
@@ -250,8 +250,8 @@ def scale_rows(
     """out[order] = total's first `width` columns, times factors: see `scaled_rows`.
 
     Returns:
-        parts of the sum <features, total> / gain, over the first `dot_width` columns; None without
-        features.
+        parts of the sum <features, total> / gain over the first `dot_width` columns, or all if 0;
+        None without features.
     """
     size, programs = total.shape[0], cdiv(total.shape[0], ROWS)
     parts = None if features is None else factor.new_empty(programs)

@@ -105,8 +105,9 @@ class BinaryStates(StateTiles):
     ) -> Tensor | None:
         features = (self.x if side == "x" else self.y) if scale_grad else None
         out, features = (t if t is None else as_rows(narrow(t, rows)) for t in (out, features))
-        widths = self.width, self.matrix.width or self.width
-        parts = scale_rows(as_rows(total), out, factor, *widths, features=features)
+        parts = scale_rows(
+            as_rows(total), out, factor, self.width, dot_width=self.matrix.width, features=features
+        )
         return None if parts is None else parts.sum()
 
 
