@@ -124,8 +124,13 @@ REFUSED: list[tuple[Any, dict[str, Any], type, tuple[str, ...]]] = [
     (infonce, {"log_q": [0.1] * 6}, TypeError, ("log_q", "floating-point", "list")),
     (infonce, {"log_q": torch.zeros(6).log()}, ValueError, ("log_q", "finite", "never", "-inf")),
     (infonce, {"log_q": torch.ones(6) * torch.nan}, ValueError, ("log_q", "finite", "nan")),
-    (infonce, {"log_q_queue": Y[0]}, ValueError, ("log_q", "as there is positive", "None")),
-    (infonce, LOG_Q | {"negatives": X}, ValueError, ("log_q_negatives", "negatives", "None")),
+    (infonce, {"log_q_queue": Y[0]}, ValueError, ("log_q", "for positive too", "None")),
+    (
+        infonce,
+        LOG_Q | {"negatives": X},
+        ValueError,
+        ("log_q_negatives", "for negatives too", "None"),
+    ),
     (infonce, LOG_Q | {"log_q_queue": Y[0]}, ValueError, ("log_q_queue", "None without queue")),
     (
         *(infonce, LOG_Q | {"negatives": X[:, None], "log_q_negatives": X[:, 0]}, ValueError),

@@ -306,5 +306,5 @@ def check_log_q(
 def _check_both(name: str, value: Any, of: str, like: Tensor | None, what: str) -> None:
     """`value` must be given if and only if what it belongs to, `like`, is."""
     if (value is None) != (like is None):
-        expected = f"None without {of}" if like is None else f"{what}, as there is {of}"
+        expected = f"None without {of}" if like is None else f"{what} for {of} too"
         raise ValueError(f"{name}: expected {expected}, got {'None' if value is None else what}")
