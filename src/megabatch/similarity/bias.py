@@ -35,8 +35,8 @@ def with_column_bias(x: Tensor, y: Tensor, scale: Tensor, bias: Tensor) -> tuple
     if found is not None and math.isnan(found[0]):
         name, (low, high) = str(y.dtype).removeprefix("torch."), extremes(bias) or found
         raise ValueError(
-            "col_bias (in a loss, -log_q): expected finite numbers of which 16 times each, divided "
-            f"by the scale, fits into {name}, got {low:.6g} to {high:.6g}"
+            "col_bias (in a loss, -log_q): expected finite numbers that, times 16 and divided by "
+            f"the scale, fit into {name}, got {low:.6g} to {high:.6g}"
         )
     missing = -(y.shape[1] + parts.shape[1]) % (16 // y.element_size())
     further = F.pad(parts, (0, missing))

@@ -99,10 +99,10 @@ def logsumexp(
         col_lengths: (n,) integers: of late interaction's columns, how many of the first tokens
             count. A column without any has logits of -inf.
         col_bias: (n,) floating-point numbers, each added to all logits of its column, at the cost
-            of up to 10 further features; not with late interaction. The scale must not be 0, and 16
-            times each, divided by it, must fit into the features' dtype: with float16, numbers up
-            to 4,000 * scale. Others raise an error, on a GPU they give NaN. Differentiable; the
-            gradient is rounded to the features' dtype, as theirs is.
+            of up to 10 further features; not with late interaction. Times 16 and divided by the
+            scale, they must fit into the features' dtype: with float16, numbers up to 4,000 * scale
+            do. Others raise an error, on a GPU they give NaN. Differentiable; the gradient is
+            rounded to the features' dtype, as theirs is.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, a
