@@ -44,14 +44,16 @@ def _with_temperature(make: Callable[[Any], Any], case: Case, g: Given) -> Calla
 
 def infonce(case: Case, g: Given, group: Any) -> list[Tensor]:
     o, f = case["options"], g.features
-    others = ("negatives", "own", "queue", "guide", "in_call")
+    others = ("negatives", "own", "queue", "guide", "in_call", "log_q")
     settings = {k: v for k, v in o.items() if k not in others}
     settings |= {"normalize": case["normalize"], "group": group}
     loss = _with_temperature(lambda t: losses.InfoNCELoss(t, **settings), case, g)
     further = {"queue": f.get("queue"), "ids": g.ids.get("x"), "weights": g.weights}
     names = {"query": "x", "positive": "y", "negatives": "negatives", "queue": "queue"}
     guides = {f"guide_{name}": f.get(f"guide {matrix}") for name, matrix in names.items()}
-    return [loss(f["x"], f["y"], f.get("negatives"), **further, **guides)]
+    columns = {"log_q": "y", "log_q_negatives": "negatives", "log_q_queue": "queue"}
+    corrections = {name: g.log_q.get(matrix) for name, matrix in columns.items()}
+    return [loss(f["x"], f["y"], f.get("negatives"), **further, **guides, **corrections)]
 
 
 def views(case: Case, g: Given, group: Any) -> list[Tensor]:

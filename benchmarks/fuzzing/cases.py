@@ -42,6 +42,7 @@ class Given:
     bias: Any
     ids: dict[str, Tensor]
     weights: Tensor | None
+    log_q: dict[str, Tensor]
     masks: dict[str, Tensor]
     gaps: list[float]  #: distances from thresholds, where a rounding could decide
 
@@ -86,6 +87,10 @@ def draw(seed: int, index: int, dtypes: tuple[str, ...], largest_world: int) -> 
         case["values"], case["normalize"] = "integers", False  # whose products are exact
     if name == "infonce":  # not drawn, so that all else is as in earlier records
         case["options"]["margin_strategy"] = ("absolute", "relative")[index % 2]
+        case["options"]["log_q"] = index % 3 == 0
+        if case["options"]["log_q"]:  # without the options that it excludes
+            case["options"] |= {"same_tower": [], "reverse": None, "hardness_mode": None}
+            case["options"] |= {"hardness_strength": 0.0, "label_smoothing": 0.0, "tau_plus": 0.0}
     if name == "infonce" and (case["options"]["label_smoothing"] or case["options"]["tau_plus"]):
         case["ids"] = None
     if name in RANKING:
@@ -314,6 +319,12 @@ def weights(case: Case, rank: int) -> Tensor | None:
     if kind == "one":
         return made[:1].expand(size)
     return made * (torch.rand(size, generator=source) < 0.7) if kind == "some zero" else made
+
+
+def log_q(case: Case, name: str, rank: int) -> Tensor:
+    source = generator(case, "log q", name, 0 if name.endswith("queue") else rank)
+    size = leaf(case, name, rank).shape[1:-1]  # of each query's own negatives
+    return -15 * torch.rand(case["features"][name]["rows"][rank], *size, generator=source).double()
 
 
 def mask(case: Case, name: str, rank: int) -> Tensor:

@@ -59,7 +59,19 @@ class Side:
         if to_library and case["weights"] == "one" and weights is not None:
             weights = weights[:1].expand(len(weights))
         scale = 1 / scale if divides and not to_library else scale
-        return Given(features, scale, bias, self._ids(), weights, masks, [])
+        log_q = {name: self._log_q(name) for name in ("y", "negatives", "queue")}
+        log_q = {name: value for name, value in log_q.items() if value is not None}
+        return Given(features, scale, bias, self._ids(), weights, log_q, masks, [])
+
+    def _log_q(self, name: str) -> Tensor | None:
+        if not self.case["options"].get("log_q") or name not in self.case["features"]:
+            return None
+        ranks = self.ranks[:1] if name == "queue" else self.ranks
+        leaves = {(f"log_q {name}", rank): cases.log_q(self.case, name, rank) for rank in ranks}
+        for key, value in leaves.items():
+            leaves[key] = value.to(self.device, self.wide).requires_grad_(name != "queue")
+        self.leaves |= leaves
+        return torch.cat(list(leaves.values()))
 
     def _features(self, name: str) -> Tensor:
         parts = []

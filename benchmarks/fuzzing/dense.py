@@ -147,6 +147,7 @@ class Negatives(NamedTuple):
     compared: Tensor
     negative: Tensor | None  #: which of them are negatives; None: all
     mode: str = ""  #: the hardness mode that names their kind
+    log_q: Tensor | float = 0.0  #: subtracted from their logits
 
 
 def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
@@ -158,7 +159,8 @@ def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
     def against(row: str, col: str, negative: Tensor | None, mode: str = "") -> Negatives:
         made = product(f[row], f[col].flatten(0, -2))
         guided = o["guide"] and product(f[f"guide {row}"], f[f"guide {col}"].flatten(0, -2))
-        return Negatives(made, guided if o["guide"] else made, negative, mode)
+        log_q = g.log_q[col].flatten() if col in g.log_q else 0.0
+        return Negatives(made, guided if o["guide"] else made, negative, mode, log_q)
 
     pairs = against("x", "y", others, "in_batch_negatives")
     towers = {"query": "x", "positive": "y"}
@@ -168,7 +170,8 @@ def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
     if o["negatives"] == "own":
         made = _products_of_rows(f["x"], f["negatives"])
         guided = o["guide"] and _products_of_rows(f["guide x"], f["guide negatives"])
-        parts.append(Negatives(made, guided if o["guide"] else made, None, "hard_negatives"))
+        compared, log_q = guided if o["guide"] else made, g.log_q.get("negatives", 0.0)
+        parts.append(Negatives(made, compared, None, "hard_negatives", log_q))
     if o["negatives"] == "own" and o["share_negatives"]:
         foreign = ~same(None, b, device).repeat_interleave(f["negatives"].shape[1], 1)
         parts.append(against("x", "negatives", foreign, "in_batch_negatives"))
@@ -179,7 +182,7 @@ def infonce(case: Case, g: Given, product: Product) -> list[Tensor]:
         parts.append(against("x", "queue", None, "in_batch_negatives"))
     reverse = Negatives(pairs.products.T, pairs.compared.T, others)
     parts += [reverse] * (o["reverse"] == "joint")
-    positive = g.scale * pairs.products.diagonal()
+    positive = g.scale * pairs.products.diagonal() - pairs.log_q
     compared = pairs.compared.diagonal()
     losses = _against(case, g, positive, *_negatives(case, g, compared, parts))
     if o["reverse"] == "separate":
@@ -204,7 +207,8 @@ def _negatives(
     for part in parts:
         weighted = part.mode and o["hardness_mode"] in (part.mode, "all_negatives")
         strength = o["hardness_strength"] if weighted else 0.0
-        logits.append(g.scale * part.products + strength * part.products.detach())
+        products = part.products
+        logits.append(g.scale * products + strength * products.detach() - part.log_q)
         counted = part.negative
         if counted is None:
             counted = torch.ones_like(part.products, dtype=torch.bool)

@@ -58,6 +58,12 @@ SCRIPTS = {
         r"word: .* before, recall@1 ([\d.]+)",
         r"word: recall@1 ([\d.]+)",
     ),
+    "recommender/recommender.py": Small(
+        "--users 200 --items 400 --steps 60",
+        1 / 20,
+        r"with log_q: recall@20 ([\d.]+)",
+        r"without: recall@20 ([\d.]+)",
+    ),
     "distillation/distill.py": Small("--steps 12", 10 / 300, r"distilled: recall@10 ([\d.]+)"),
 }
 #: Scripts that write data for `megabatch train`, and the run: what to add to both commands.
@@ -116,6 +122,11 @@ def test_a_script_beats_chance(
             "late_interaction/late_interaction.py",
             "--functions 30",
             "--functions: expected more, to hold out 500, got 30",
+        ),
+        (
+            "recommender/recommender.py",
+            "--items 19",
+            "--items: expected at least 20, got 19",
         ),
         (
             "three_modalities/three_modalities.py",

@@ -85,6 +85,14 @@ def losses(**n: Any) -> dict[str, Callable[[Any, Any, Any], Tensor]]:
         "infonce, smoothing": lambda x, y, s: mb.InfoNCELoss(1 / s, label_smoothing=0.1, **n)(
             x, y, hard(y), queue=x.detach(), weights=weights(x)
         ),
+        "infonce, log q": lambda x, y, s: mb.InfoNCELoss(1 / s, margin=0.1, **n)(
+            *(x, y, hard(y)),
+            ids=ids(x),
+            queue=x.detach(),
+            log_q=-weights(x),
+            log_q_negatives=-weights(x)[:, None].expand(-1, 3),
+            log_q_queue=-weights(x),
+        ),
         "infonce, guide": lambda x, y, s: mb.InfoNCELoss(
             1 / s, margin=-0.1, same_tower=("query",), **n
         )(x, y, guide_query=guide(x, 0), guide_positive=guide(x, 1)),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import megabatch as mb
 from megabatch.losses import negatives as module
+from tests.losses.reference import assert_equal
 from tests.similarity.exact import leaves
 from tests.similarity.features import MAKERS
 
@@ -53,6 +54,43 @@ def test_a_guide_is_normalised_as_the_features_are() -> None:
     value = ours(lengths * query[:6], positive[:6], **guides)
     truth = mb.InfoNCELoss(0.1, margin=0.0)(query[:6], positive[:6], **normalised)
     torch.testing.assert_close(value, truth)
+
+
+def test_log_q_is_subtracted_from_every_candidates_logit() -> None:
+    """From the positive's, too: Yi et al. 2019. A margin compares similarities without it."""
+    query, positive, negatives, queue = features("clustered")
+    ids = torch.arange(B) % 8
+    shapes = (B,), (B, 3), (len(queue),)
+    log_q = [-15 * torch.rand(shape, dtype=torch.float64) for shape in shapes]
+
+    def dense(q: Tensor, p: Tensor, n: Tensor, t: Tensor, *log_q: Tensor) -> Tensor:
+        products = [q @ p.T, (n @ q[:, :, None])[:, :, 0], q @ queue.T]
+        own = products[0].diagonal()[:, None]
+        dropped = torch.cat([s.detach() > own.detach() + 0.1 for s in products], 1)
+        dropped[:, :B] |= (ids[:, None] == ids) & ~torch.eye(B, dtype=torch.bool)
+        corrected = [s / t - c for s, c in zip(products, log_q, strict=True)]
+        logits = torch.cat(corrected, 1).masked_fill(dropped, -torch.inf)
+        return F.cross_entropy(logits, torch.arange(B))
+
+    def ours(q: Tensor, p: Tensor, n: Tensor, t: Tensor, *log_q: Tensor) -> Tensor:
+        names = "log_q", "log_q_negatives", "log_q_queue"
+        corrections = dict(zip(names, log_q, strict=True))
+        loss = mb.InfoNCELoss(1.0, margin=0.1)
+        return loss(q, p, n, queue=queue, ids=ids, temperature=t, **corrections)
+
+    assert_equal(ours, dense, query, positive, negatives["hard"], 0.07, *log_q)
+
+
+def test_log_q_under_gradient_caching_and_of_prefixes() -> None:
+    """It goes to the loss by keyword, as ids do; that of hard negatives has the shape (b, k)."""
+    query, positive, negatives, _ = features("random")
+    loss = mb.MatryoshkaLoss(mb.InfoNCELoss(0.2), [2, D], normalize=False)
+    log_q = {"log_q": -torch.rand(B), "log_q_negatives": -torch.rand(B, 3)}
+    towers = [torch.nn.Identity() for _ in range(3)]
+    inputs = leaves(query, positive, negatives["hard"])
+    value = mb.GradientCache(tuple(towers), loss, 5)(*inputs, **log_q)
+    parts = [mb.InfoNCELoss(0.2)(*(t[..., :d] for t in inputs), **log_q) for d in (2, D)]
+    torch.testing.assert_close(value, (parts[0] + parts[1]).detach())
 
 
 @pytest.mark.parametrize("guided", [False, True])

@@ -93,6 +93,10 @@ def weighted(s: Tensor) -> Tensor:
     return F.cross_entropy(s + s.detach() * ~is_own(s), indices(s, len(s)))
 
 
+def log_q(like: Tensor, size: int, start: int = 0) -> Tensor:
+    return -(torch.arange(start, start + size, device=like.device) * 7 % 150) / 10.0
+
+
 def joint(s: Tensor) -> Tensor:
     both = torch.cat([s, s[:, : len(s)].T], 1)
     return (both.logsumexp(1) - s.diagonal()).mean()
@@ -139,6 +143,16 @@ CASES = {
         lambda x, y, s: mb.InfoNCELoss(1 / s, reverse="joint")(x, y, further_negatives(y)),
         joint,
         "y and negatives",
+    ),
+    "infonce, log q": Case(
+        lambda x, y, s: mb.InfoNCELoss(1 / s)(
+            *(x, y, further_negatives(y)),
+            log_q=log_q(x, len(x)),
+            log_q_negatives=log_q(x, len(further_negatives(y)), len(x)),
+        ),
+        lambda s: F.cross_entropy(s - log_q(s, s.shape[1]).to(s.dtype), indices(s, len(s))),
+        "y and negatives",
+        bias=15.0,
     ),
     "infonce, guide": Case(guided, dense_guided),
     "ntxent": Case(

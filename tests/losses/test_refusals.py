@@ -19,6 +19,7 @@ X = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
 Y = torch.ones(6, 4)
 L = torch.arange(6)
 GUIDES = {"guide_query": X, "guide_positive": X}
+LOG_Q = {"log_q": -torch.ones(6)}
 HARD: dict[str, Any] = {"hardness_mode": "hard_negatives"}
 TEACHER = {"dist_image_features": X, "dist_text_features": X, "dist_logit_scale": 2.0}
 TOWERS = {"image": X, "text": X}
@@ -118,6 +119,30 @@ REFUSED: list[tuple[Any, dict[str, Any], type, tuple[str, ...]]] = [
     (infonce, {"ids": L[:5]}, ValueError, ("ids", "(6,)", "(5,)")),
     (infonce, {"weights": torch.ones(7)}, ValueError, ("weights", "(6,)", "(7,)")),
     (infonce, {"temperature": torch.ones(3)}, ValueError, ("temperature", "(3,)")),
+    (infonce, {"log_q": torch.ones(5)}, ValueError, ("log_q", "(6,)", "(5,)")),
+    (infonce, {"log_q": L}, TypeError, ("log_q", "floating-point", "int64")),
+    (infonce, {"log_q": [0.1] * 6}, TypeError, ("log_q", "floating-point", "list")),
+    (infonce, {"log_q": torch.zeros(6).log()}, ValueError, ("log_q", "finite", "never", "-inf")),
+    (infonce, {"log_q": torch.ones(6) * torch.nan}, ValueError, ("log_q", "finite", "nan")),
+    (infonce, {"log_q_queue": Y[0]}, ValueError, ("log_q", "for positive too", "None")),
+    (
+        infonce,
+        LOG_Q | {"negatives": X},
+        ValueError,
+        ("log_q_negatives", "for negatives too", "None"),
+    ),
+    (infonce, LOG_Q | {"log_q_queue": Y[0]}, ValueError, ("log_q_queue", "None without queue")),
+    (
+        *(infonce, LOG_Q | {"negatives": X[:, None], "log_q_negatives": X[:, 0]}, ValueError),
+        ("log_q_negatives", "(6, 1)", "(6,)"),
+    ),
+    *(
+        (lambda o=options: made_infonce(**o)(X, X, **LOG_Q), {}, ValueError, ("log_q", "None with"))
+        for options in (
+            *({"same_tower": ("positive",)}, {"reverse": "joint"}, {"tau_plus": 0.1}),
+            *({"label_smoothing": 0.1}, {"hardness_mode": "all_negatives"}),
+        )
+    ),
     (infonce, {"guide_query": X}, ValueError, ("guide_positive", "guide's features", "None")),
     (infonce, GUIDES | {"negatives": X}, ValueError, ("guide_negatives", "None")),
     (infonce, GUIDES | {"guide_queue": X}, ValueError, ("guide_queue", "None without queue")),

@@ -19,10 +19,11 @@ def logits(
     scale: float | Tensor = 1.0,
     row_weight: Tensor | None = None,
     col_lengths: Tensor | None = None,
+    col_bias: float | Tensor = 0.0,
 ) -> Tensor:
     """S (m, n), of late interaction for x and y of three dimensions."""
     if x.dim() == 2:
-        return scale * (x @ y.T)
+        return scale * (x @ y.T) + col_bias
     products = torch.einsum("ild,jkd->ijlk", x, y)
     if col_lengths is not None:
         padding = torch.arange(y.shape[1], device=y.device) >= col_lengths[:, None]
@@ -31,9 +32,11 @@ def logits(
     return scale * (sums if row_weight is None else sums * row_weight[:, None])
 
 
-def logsumexp(x: Tensor, y: Tensor, scale: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def logsumexp(
+    x: Tensor, y: Tensor, scale: float | Tensor = 1.0, col_bias: float | Tensor = 0.0
+) -> tuple[Tensor, Tensor]:
     """Log-sum-exp along each axis: `(rows (m,), columns (n,))`."""
-    s = logits(x, y, scale)
+    s = logits(x, y, scale, col_bias=col_bias)
     return s.logsumexp(1), s.logsumexp(0)
 
 
@@ -55,9 +58,10 @@ def split_logsumexp(
     guide: tuple[Tensor, Tensor] | None = None,
     row_weight: Tensor | None = None,
     col_lengths: Tensor | None = None,
+    col_bias: float | Tensor = 0.0,
 ) -> tuple[Split, Split]:
     """As `megabatch.similarity.split_logsumexp`, both sides."""
-    s = logits(x, x if y is None else y, scale, row_weight, col_lengths)
+    s = logits(x, x if y is None else y, scale, row_weight, col_lengths, col_bias)
     m, n = s.shape
     counted = torch.ones(m, n, dtype=torch.bool, device=s.device)
     if y is None:

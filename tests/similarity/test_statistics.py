@@ -147,7 +147,7 @@ def test_saved_logits_are_not_recomputed_in_the_backward_pass(
 def test_no_logits_are_saved_without_gradients_or_room() -> None:
     x, y = torch.randn(40, 4), torch.randn(30, 4)
     assert softmax.saved_logits(x, y, 256 << 20) == 1200
-    arguments = (x, y, torch.tensor(1.0), *[None] * 8, "plain", True)
+    arguments = (x, y, torch.tensor(1.0), *[None] * 8, "plain", 0, True)
     plain = (False, "logsumexp", "", call_settings.of_call(x))
     assert torch.ops.megabatch.logsumexps(*arguments, *plain)[3].numel() == 0
     assert softmax.saved_logits(torch.randn(3000, 4), torch.randn(3000, 4), 64 << 10) <= 16 << 10

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import reduce
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -23,6 +23,7 @@ from megabatch.losses.negatives import (
     Logits,
     Rows,
     check_guides,
+    check_log_q,
     hard_products,
     no_ids,
     similarity_limit,
@@ -33,6 +34,12 @@ from megabatch.similarity import Split, global_mean, pair_ids
 from megabatch.similarity.arguments import check_dense, check_same_rows, check_two
 
 HardnessMode: TypeAlias = Literal["in_batch_negatives", "hard_negatives", "all_negatives"]
+
+#: Settings that cannot be combined with some others, and their values if they are not used.
+UNUSED = {
+    "margin": None, "same_tower": (), "reverse": None, "hardness_mode": None,
+    "label_smoothing": 0.0, "tau_plus": 0.0,
+}  # fmt: skip
 
 
 class InfoNCELoss(TemperatureLoss):
@@ -75,7 +82,7 @@ class InfoNCELoss(TemperatureLoss):
     """
 
     #: Arguments of `forward` that `MatryoshkaLoss` leaves whole.
-    whole = ("guide_query", "guide_positive", "guide_negatives", "guide_queue")
+    whole = ("guide_query", "guide_positive", "guide_negatives", "guide_queue", "log_q_negatives")
 
     def __init__(
         self,
@@ -122,9 +129,10 @@ class InfoNCELoss(TemperatureLoss):
             )
         self.label_smoothing = check_number("label_smoothing", label_smoothing, "0 to below 1")
         self.tau_plus = check_number("tau_plus", tau_plus, "0 to below 1")
-        for name in ("label_smoothing", "tau_plus"):
-            if getattr(self, name):
-                self._check_alone(name)
+        if self.label_smoothing:
+            self._refuse_with([*UNUSED][:4], "label_smoothing", "0", label_smoothing)
+        if self.tau_plus:
+            self._refuse_with([*UNUSED][:5], "tau_plus", "0", tau_plus)
 
     def forward(
         self,
@@ -140,6 +148,9 @@ class InfoNCELoss(TemperatureLoss):
         guide_positive: Tensor | None = None,
         guide_negatives: Tensor | None = None,
         guide_queue: Tensor | None = None,
+        log_q: Tensor | None = None,
+        log_q_negatives: Tensor | None = None,
+        log_q_queue: Tensor | None = None,
     ) -> Tensor:
         """The mean loss over queries; 0 for a query without negatives, log 2 if reverse="joint".
 
@@ -159,6 +170,15 @@ class InfoNCELoss(TemperatureLoss):
                 margin then applies to their similarities instead of the trained model's. Any
                 floating-point dtype, but float64 if and only if `query` is; autocast does not cast
                 them; no gradient flows into them.
+            log_q: (b,) logarithms of the positives' probabilities of being sampled into a batch,
+                up to a constant, such as an item's share of all interactions. They are subtracted
+                from the logits of all candidates, the positive's own included, so that frequent
+                items are not held down for being frequent negatives (Yi et al. 2019, "Sampling-
+                bias-corrected neural modeling"; Bengio and Senecal 2008). A margin still compares
+                similarities, by products of their own. Not with `same_tower`, `reverse`,
+                `hardness_mode`, `label_smoothing` or `tau_plus`. Differentiable.
+            log_q_negatives, log_q_queue: those of `negatives`, (k,) or (b, k), and of `queue`,
+                (q,), which are required with `log_q`.
         """
         check_pairs(query, positive, ("query", "positive"))
         self._check_candidates(query, negatives, ids)
@@ -167,26 +187,28 @@ class InfoNCELoss(TemperatureLoss):
             queue = queue.detach()
         guides = guide_query, guide_positive, guide_negatives, guide_queue
         check_guides((query, positive, negatives, queue), guides, self.margin)
+        corrections = check_log_q(positive, negatives, queue, (log_q, log_q_negatives, log_q_queue))
+        if log_q is not None:
+            self._refuse_with([*UNUSED][1:], "log_q", "None", "a tensor")
         weights = check_weights(weights, query)
-        losses = self._losses(
-            self._rows(query, guide_query),
-            self._rows(positive, guide_positive),
-            None if negatives is None else self._rows(negatives, guide_negatives),
-            None if queue is None else self._rows(queue, guide_queue),
-            self._scale(temperature, query),
-            check_ids(ids, query, self.group),
-        )
+        given = zip((query, positive, negatives, queue), guides, (None, *corrections), strict=True)
+        rows: list[Any] = [None if t is None else self._rows(t, g, q) for t, g, q in given]
+        if log_q is not None and self.margin is not None and guide_query is None:
+            # The margin is about similarities: without the correction.
+            rows = [None if r is None else r._replace(guide=r.features.detach()) for r in rows]
+        scale, ids = self._scale(temperature, query), check_ids(ids, query, self.group)
+        losses = self._losses(rows[0], rows[1], rows[2], rows[3], scale, ids)
         for guide in guides:
             if guide is not None:  # a NaN drops no pair, which would pass for a plausible loss
                 losses = losses + 0 * guide.detach().sum(dtype=losses.dtype)
         return global_mean(losses, self.group, weights, name="query")
 
-    def _rows(self, features: Tensor, guide: Tensor | None) -> Rows:
+    def _rows(self, features: Tensor, guide: Tensor | None, log_q: Tensor | None) -> Rows:
         """Prepare features and the guide's, which keep their dtype; normalise both if asked to."""
         if guide is not None:
             guide = guide.detach()
             guide = unit_rows(guide, guide.dtype) if self.normalize else guide
-        return Rows(self._operand(features), guide)
+        return Rows(self._operand(features), guide, log_q=log_q)
 
     def _losses(
         self,
@@ -300,23 +322,21 @@ class InfoNCELoss(TemperatureLoss):
         negative = torch.logaddexp(rows.negative, back.negative)
         return minus_log_probability(rows.positive_sum + math.log(2), negative) + math.log(2)
 
-    def _check_alone(self, name: str) -> None:
-        """Raise a ValueError if the setting `name` is combined with one of the others."""
-        others = {"margin": None, "same_tower": (), "reverse": None, "hardness_mode": None}
-        for other, without in (others | {"label_smoothing": 0.0}).items():
-            if other != name and getattr(self, other) != without:
+    def _refuse_with(self, settings: Sequence[str], name: str, expected: str, came: object) -> None:
+        """Raise a ValueError about `name` if one of these settings is used."""
+        for setting in settings:
+            value = getattr(self, setting)
+            if value != UNUSED[setting]:
                 raise ValueError(
-                    f"{name}: expected 0 with {other}={getattr(self, other)!r}, "
-                    f"got {getattr(self, name)}"
+                    f"{name}: expected {expected} with {setting}={value!r}, got {came}"
                 )
 
     def _check_candidates(
         self, query: Tensor, negatives: Any, ids: Any, name: str = "query", own: str = "(b, k, d)"
     ) -> None:
         """Negatives: None, each query's `own`, or without the first dimension those of all."""
-        if ids is not None and (self.label_smoothing or self.tau_plus):
-            setting = "label_smoothing" if self.label_smoothing else "tau_plus"
-            raise ValueError(f"ids: expected None with {setting}={getattr(self, setting)}, got ids")
+        if ids is not None:
+            self._refuse_with([*UNUSED][4:], "ids", "None", "ids")
         if negatives is None:
             return
         shared, is_tensor = "(" + own.removeprefix("(b, "), isinstance(negatives, Tensor)

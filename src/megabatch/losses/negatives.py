@@ -12,8 +12,20 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from megabatch.losses.terms import scale_gradient
-from megabatch.similarity import Split, logsumexp, pair_ids, split_logsumexp, sum_over_ranks
-from megabatch.similarity.arguments import accumulator_dtype, check_dense, check_guide
+from megabatch.similarity import (
+    Split,
+    logsumexp,
+    pair_ids,
+    split_logsumexp,
+    sum_over_ranks,
+)
+from megabatch.similarity.arguments import (
+    accumulator_dtype,
+    check_dense,
+    check_guide,
+    check_vector,
+    extremes,
+)
 from megabatch.similarity.pointwise import row_products
 from megabatch.torch_internals import transforms_active
 
@@ -25,28 +37,36 @@ class Rows(NamedTuple):
     """Features, (m, d) or (b, k, d), and a guide model's of the same rows; None without a guide.
 
     In late interaction (m, l, d) or (b, k, l, d), with factors of the queries' scores (m,) and the
-    documents' numbers of tokens, (m,) or (b, k): see `logsumexp`.
+    documents' numbers of tokens, (m,) or (b, k): see `logsumexp`. `log_q`, (m,) or (b, k): what is
+    subtracted from the candidates' logits; None: nothing.
     """
 
     features: Tensor
     guide: Tensor | None
     weight: Tensor | None = None
     lengths: Tensor | None = None
+    log_q: Tensor | None = None
 
     def flat(self) -> Rows:
         """(b, k, ...) as (b * k, ...)."""
-        guide = None if self.guide is None else self.guide.flatten(0, 1)
-        lengths = None if self.lengths is None else self.lengths.flatten()
-        return Rows(self.features.flatten(0, 1), guide, None, lengths)
+        guide, lengths, log_q = (
+            None if t is None else t.flatten(0, 1) for t in (self.guide, self.lengths, self.log_q)
+        )
+        return Rows(self.features.flatten(0, 1), guide, None, lengths, log_q)
 
     def followed_by(self, others: Rows) -> Rows:
         """These rows, followed by the others."""
-        guide = lengths = None
-        if self.guide is not None and others.guide is not None:
-            guide = torch.cat([self.guide, others.guide])
-        if self.lengths is not None and others.lengths is not None:
-            lengths = torch.cat([self.lengths, others.lengths])
-        return Rows(torch.cat([self.features, others.features]), guide, None, lengths)
+        theirs = others.guide, others.lengths, others.log_q
+        guide, lengths, log_q = (
+            None if a is None or b is None else torch.cat([a, b])
+            for a, b in zip((self.guide, self.lengths, self.log_q), theirs, strict=True)
+        )
+        return Rows(torch.cat([self.features, others.features]), guide, None, lengths, log_q)
+
+    def of_columns(self, rows: Rows) -> dict[str, Any]:
+        """Options of the reductions with these as columns of `rows`."""
+        bias = None if self.log_q is None else -self.log_q
+        return {"row_weight": rows.weight, "col_lengths": self.lengths, "col_bias": bias}
 
 
 class Logits:
@@ -87,7 +107,7 @@ class Logits:
         if x.guide is not None:
             common["guide"] = x.guide if y is None else (x.guide, y.guide)
         if y is not None:
-            common |= {"row_weight": x.weight, "col_lengths": y.lengths}
+            common |= y.of_columns(x)
         columns_of = None if y is None else y.features
         rows, columns = split_logsumexp(x.features, columns_of, self.scale, **(common | options))
         return self._weighted(rows), None if columns is None else self._weighted(columns)
@@ -96,8 +116,10 @@ class Logits:
         """Log-sum-exp of each row of x over all rows of y, (m,)."""
         if self.ceiling is not None:
             return self.split(x, y, ids=(no_ids(x), no_ids(y)), group=group)[0].negative
-        tokens: dict[str, Any] = {"row_weight": x.weight, "col_lengths": y.lengths}
-        rows, _ = logsumexp(x.features, y.features, self.scale, sides="rows", group=group, **tokens)
+        options = y.of_columns(x)
+        rows, _ = logsumexp(
+            x.features, y.features, self.scale, sides="rows", group=group, **options
+        )
         return self._corrected(rows)
 
     def over_hard_of_others(self, x: Rows, hard: Rows) -> Tensor:
@@ -109,6 +131,7 @@ class Logits:
     def over_hard(self, x: Rows, hard: Rows) -> Tensor:
         """Log-sum-exp of each row i of x over its `hard[i]` (k, d), (m,)."""
         logits = similarities(x, hard) * self.scale
+        logits = logits if hard.log_q is None else logits - hard.log_q
         if self.ceiling is not None:
             compared = logits
             if x.guide is not None and hard.guide is not None:
@@ -240,10 +263,7 @@ def check_guides(
     assert query is not None
     for name, like, guide in zip(names, features, guides, strict=True):
         guide_name = f"guide_{name}"
-        if (guide is None) != (like is None):
-            expected = f"None without {name}" if like is None else "the guide's features too"
-            came = "None" if guide is None else "a guide's features"
-            raise ValueError(f"{guide_name}: expected {expected}, got {came}")
+        _check_both(guide_name, guide, name, like, "a guide's features")
         if like is None:
             continue
         is_tensor = isinstance(guide, Tensor)
@@ -255,3 +275,36 @@ def check_guides(
         check_dense(guide_name, guide)
         both, called = (guides[0], guide.flatten(0, -2)), ("guide_query", guide_name)
         check_guide(both, query, like.flatten(0, -2), called, ("query", name))
+
+
+def check_log_q(
+    positive: Tensor, negatives: Tensor | None, queue: Tensor | None, log_q: Sequence[Any]
+) -> list[Tensor | None]:
+    """Logarithms of sampling probabilities of the three, given for all that there are or for none.
+
+    Returned in the accumulator's dtype. Whether they are finite is checked as in `extremes`.
+    """
+    if all(value is None for value in log_q):
+        return list(log_q)
+    checked: list[Tensor | None] = []
+    candidates = (("positive", positive), ("negatives", negatives), ("queue", queue))
+    for (name, like), value in zip(candidates, log_q, strict=True):
+        own_name = "log_q" if name == "positive" else f"log_q_{name}"
+        _check_both(own_name, value, name, like, "a tensor")
+        if like is not None:
+            value = check_vector(own_name, value, like.shape[:-1], like)
+            values = extremes(value)
+            if values is not None and not -math.inf < values[0] <= values[1] < math.inf:
+                raise ValueError(
+                    f"{own_name}: expected finite numbers, as candidates that are never sampled "
+                    f"are in no batch, got {values[0]:.6g} to {values[1]:.6g}"
+                )
+        checked.append(value)
+    return checked
+
+
+def _check_both(name: str, value: Any, of: str, like: Tensor | None, what: str) -> None:
+    """`value` must be given if and only if what it belongs to, `like`, is."""
+    if (value is None) != (like is None):
+        expected = f"None without {of}" if like is None else f"{what} for {of} too"
+        raise ValueError(f"{name}: expected {expected}, got {'None' if value is None else what}")

@@ -144,18 +144,19 @@ def check_scalar(name: str, value: Any, like: Tensor) -> Tensor:
     return value.to(dtype)
 
 
-def check_vector(name: str, value: Any, length: int, like: Tensor) -> Tensor:
-    """A floating-point vector of one number a row, in the accumulator's dtype."""
+def check_vector(name: str, value: Any, shape: int | tuple[int, ...], like: Tensor) -> Tensor:
+    """One floating-point number a row, of so many rows or (b, k), in the accumulator's dtype."""
+    shape = tuple(shape) if isinstance(shape, tuple) else (shape,)
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        _refuse_type(name, f"a floating-point tensor of shape ({length},)", value)
-    return _one_a_row(name, value, length, like).to(accumulator_dtype(like.dtype))
+        _refuse_type(name, f"a floating-point tensor of shape {shape}", value)
+    return _one_a_row(name, value, shape, like).to(accumulator_dtype(like.dtype))
 
 
 def check_integers(name: str, value: Any, length: int, like: Tensor) -> Tensor:
     """One integer a row, in any integer dtype that int64 can hold, as int64."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGERS:
         _refuse_type(name, f"a tensor of shape ({length},), int64 or a smaller integer", value)
-    return _one_a_row(name, value, length, like).to(torch.int64)
+    return _one_a_row(name, value, (length,), like).to(torch.int64)
 
 
 def check_ids(
@@ -193,9 +194,9 @@ def _items(name: str, value: Any, expected: str, count: int) -> Sequence[Any]:
     )
 
 
-def _one_a_row(name: str, value: Tensor, length: int, like: Tensor) -> Tensor:
-    if tuple(value.shape) != (length,):
-        raise ValueError(f"{name}: expected shape ({length},), got {tuple(value.shape)}")
+def _one_a_row(name: str, value: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, got {tuple(value.shape)}")
     _check_device(name, value, like)
     return value
 

@@ -62,6 +62,7 @@ class Matrix(NamedTuple):
     symmetric: bool = (
         False  #: the columns are the rows: only blocks on and above the diagonal count
     )
+    width: int = 0  #: of the features without further ones for a bias; 0: there are none
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -237,7 +237,7 @@ def new_gradient(tensor: Tensor | None, need: bool, like: Tensor) -> Tensor:
 
 
 def _schema(kind: Any) -> str:
-    plain = {Tensor: "Tensor", str: "str", bool: "bool"}
+    plain = {Tensor: "Tensor", str: "str", bool: "bool", int: "SymInt"}
     if kind in plain:
         return plain[kind]
     return "Tensor?" if Tensor in get_args(kind) else "int[]"

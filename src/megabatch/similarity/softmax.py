@@ -28,6 +28,7 @@ from megabatch.similarity.arguments import (
     check_two,
     check_vector,
 )
+from megabatch.similarity.bias import with_column_bias
 from megabatch.similarity.distributed import schedule
 from megabatch.similarity.distributed.comm import group_name
 from megabatch.similarity.distributed.schedule import Ranks
@@ -81,6 +82,7 @@ def logsumexp(
     *,
     row_weight: Tensor | None = None,
     col_lengths: Tensor | None = None,
+    col_bias: Tensor | None = None,
     sides: str = "both",
     group: object = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -96,6 +98,11 @@ def logsumexp(
         row_weight: (m,) factors of the sums of late interaction. No gradient flows into them.
         col_lengths: (n,) integers: of late interaction's columns, how many of the first tokens
             count. A column without any has logits of -inf.
+        col_bias: (n,) floating-point numbers, each added to all logits of its column, at the cost
+            of up to 10 further features; not with late interaction. Times 16 and divided by the
+            scale, they must fit into the features' dtype: with float16, numbers up to 4,000 * scale
+            do. Others raise an error, on a GPU they give NaN. Differentiable; the gradient is
+            rounded to the features' dtype, as theirs is.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: the processes that share the matrix, each with its own rows of x and of y: None for
             the default group where torch.distributed is initialised, a process group, a
@@ -112,11 +119,14 @@ def logsumexp(
         CommunicationError: another process is gone, or did not make its call in time.
     """
     both = _both(sides)
-    weight, lengths = check_matrix(x, y, row_weight, col_lengths)
+    weight, lengths = check_matrix(x, y, row_weight, col_lengths, col_bias)
     x, y = cast_for_autocast(x, y)
-    tensors = x, y, check_scalar("scale", scale, x), *[None] * 6, weight, lengths, PLAIN
+    scale, width = check_scalar("scale", scale, x), 0
+    if col_bias is not None:
+        width, (x, y) = x.shape[1], with_column_bias(x, y, scale, col_bias)
+    tensors = x, y, scale, *[None] * 6, weight, lengths, PLAIN
     rows, columns, *_ = logsumexps(
-        *make_operands(*tensors, cols=both, group=group, call="logsumexp")
+        *make_operands(*tensors, cols=both, group=group, call="logsumexp", width=width)
     )
     return rows[0], columns[0] if both else None
 
@@ -132,6 +142,7 @@ def split_logsumexp(
     guide: Guides | None = None,
     row_weight: Tensor | None = None,
     col_lengths: Tensor | None = None,
+    col_bias: Tensor | None = None,
     sides: str = "both",
     group: object = None,
 ) -> tuple[Split, Split | None]:
@@ -154,7 +165,8 @@ def split_logsumexp(
             floating-point dtype, but float64 if and only if x is; autocast does not cast them.
             Products and sums are in
             float32; NaN exceeds no ceiling. No gradient flows into them.
-        row_weight, col_lengths: as in `logsumexp`.
+        row_weight, col_lengths, col_bias: as in `logsumexp`; y=None takes no bias. Ceilings bound
+            logits with it.
         sides: "both", or "rows" to leave out the columns' side, which then costs nothing.
         group: as in `logsumexp`. "paired" means row i and column i of the same process; ids are
             compared across all processes.
@@ -172,6 +184,7 @@ def split_logsumexp(
         "guide": guide,
         "row_weight": row_weight,
         "col_lengths": col_lengths,
+        "col_bias": col_bias,
         "sides": sides,
     }
     stacks = split_stacks(x, y, scale, ids=ids, group=group, **options)
@@ -192,6 +205,7 @@ def split_stacks(
     guide: Guides | None = None,
     row_weight: Tensor | None = None,
     col_lengths: Tensor | None = None,
+    col_bias: Tensor | None = None,
     sides: str = "both",
     group: object = None,
     terms: str = "",
@@ -201,7 +215,7 @@ def split_stacks(
     `terms`: a description of more on which all processes must agree; if it differs, each raises.
     """
     both = _both(sides)
-    weight, lengths = check_matrix(x, y, row_weight, col_lengths)
+    weight, lengths = check_matrix(x, y, row_weight, col_lengths, col_bias)
     if y is None:
         (x,) = cast_for_autocast(x)
     else:
@@ -214,7 +228,9 @@ def split_stacks(
     paired = positives == "paired" or row_ids is None
     if paired and y is not None:
         check_same_rows(x, y)
-    scale = check_scalar("scale", scale, x)
+    scale, width = check_scalar("scale", scale, x), 0
+    if col_bias is not None and y is not None:
+        width, (x, y) = x.shape[1], with_column_bias(x, y, scale, col_bias)
     if ceiling is not None:
         ceiling = check_vector("ceiling", ceiling, x.shape[0], x)
     if guide is not None and ceiling is None:
@@ -232,6 +248,7 @@ def split_stacks(
         cols=both and not symmetric,
         group=group,
         call=f"split_logsumexp, {terms}" if terms else "split_logsumexp",
+        width=width,
     )
     row_stack, col_stack, sizes, _ = logsumexps(*operands)
     columns = (row_stack if symmetric else col_stack) if both else None
@@ -239,7 +256,11 @@ def split_stacks(
 
 
 def check_matrix(
-    x: Tensor, y: Tensor | None, row_weight: Tensor | None, col_lengths: Tensor | None
+    x: Tensor,
+    y: Tensor | None,
+    row_weight: Tensor | None,
+    col_lengths: Tensor | None,
+    col_bias: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Check features (m, d), or with y of late interaction; returns its weights and lengths."""
     tokens = y is not None and isinstance(x, Tensor) and x.dim() == 3
@@ -250,6 +271,9 @@ def check_matrix(
     for name, value in (("row_weight", row_weight), ("col_lengths", col_lengths)):
         if value is not None and not tokens:
             raise ValueError(f"{name}: expected None for x of shape (m, d), got a tensor")
+    if col_bias is not None and (tokens or y is None):
+        without = "with y=None" if y is None else "for x of shape (m, l, d)"
+        raise ValueError(f"col_bias: expected None {without}, got a tensor")
     if row_weight is not None:
         row_weight = check_vector("row_weight", row_weight, x.shape[0], x).detach()
     if col_lengths is not None and y is not None:
@@ -281,6 +305,7 @@ class Operands(NamedTuple):
     row_weight: Tensor | None  #: of late interaction, see `logsumexp`
     col_lengths: Tensor | None  #: likewise
     diagonal: str  #: of `Matrix`
+    width: int  #: of `Matrix`
     cols: bool  #: whether the columns' side is wanted
     save: bool  #: whether something may be saved for the backward pass
     call: str  #: the public function's name, and more on which all ranks must agree
@@ -301,7 +326,7 @@ class Operands(NamedTuple):
         return states.SPLIT if has_positives else states.NEGATIVES
 
 
-def make_operands(*tensors: Any, cols: bool, group: object, call: str) -> Operands:
+def make_operands(*tensors: Any, cols: bool, group: object, call: str, width: int = 0) -> Operands:
     """Operands, from the tensors and the diagonal on with what the call's surroundings say."""
     x, y, scale, *_ = tensors
     backends.warn_of_float32(x)
@@ -312,7 +337,7 @@ def make_operands(*tensors: Any, cols: bool, group: object, call: str) -> Operan
     if name:
         wanted = ", ".join(compress(("x", "y", "scale"), needs)) or "none"
         call = f"{call}, gradients wanted: {wanted}"
-    plain: tuple[Any, ...] = cols, save, call, name, settings.of_call(x)
+    plain: tuple[Any, ...] = width, cols, save, call, name, settings.of_call(x)
     return Operands(*tensors, *plain)
 
 
@@ -389,6 +414,7 @@ def _terms(o: Operands) -> str:
         f"sides: {'both' if o.cols or o.y is None else 'rows'}, "
         f"ids: {'none' if o.row_ids is None else 'given'}, diagonal: {o.diagonal}, "
         f"ceiling: {'none' if o.ceiling is None else 'given'}, "
+        f"bias: {'given' if o.width else 'none'}, "
         f"lengths: {'none' if o.col_lengths is None else 'given'}, "
         f"{'guide' if o.teacher_scale is None else 'teacher'}: "
         f"{'none' if o.guide_y is None else backends.described(o.guide_y)}"
@@ -433,7 +459,7 @@ def _sweep(o: Operands, ranks: Ranks | None, saved: Tensor) -> Sweep:
         cols = Side(o.y, o.col_ids, guide=o.guide_y, lengths=o.col_lengths)
     # Each rank sorts its own shard, so that its pairs (i, i) stay on the diagonal.
     start = 0 if ranks is None else ranks.start
-    matrix, orders = Matrix(rows, cols, o.diagonal, start, start, o.y is None), Orders()
+    matrix, orders = Matrix(rows, cols, o.diagonal, start, start, o.y is None, o.width), Orders()
     if o.x.dim() == 3:
         options = {"scale": o.scale, "saved": saved if ranks is None else saved[:0]}
         return Sweep(matrix, orders, partial(maxsim_tiles(o.x), **options), ranks)

@@ -129,11 +129,15 @@ class Tiles:
     ) -> Tensor | None:
         """out[rows] = factor * total in out's dtype; returns <features, total> if `scale_grad`.
 
+        The product is that of the features without further ones for a bias.
+
         `total` belongs to these `rows` of the features of `side`, "x" or "y"; out: None if their
         gradient is not wanted.
         """
-        features = (self.x if side == "x" else self.y)[rows]
-        part = row_dots(features, total, total.dtype) if scale_grad else None
+        features, width = (self.x if side == "x" else self.y)[rows], self.matrix.width or None
+        part = None
+        if scale_grad:
+            part = row_dots(features[..., :width], total[..., :width], total.dtype)
         if out is not None:
             out[rows].copy_(total.mul_(factor))
         return part

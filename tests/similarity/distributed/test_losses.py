@@ -49,6 +49,14 @@ def sig_lip_soft_labels(
     return losses.SigLipLoss(group=group)(x, y, scale, -scale, weights=weights, **options)
 
 
+def log_q(
+    group: object, x: Tensor, y: Tensor, scale: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    loss = losses.InfoNCELoss(1.0, margin=0.3, group=group)
+    corrections = {"log_q": 9 * weights, "log_q_negatives": -5 * weights}
+    return loss(x, y, x + y, ids=ids, temperature=1 / scale, **corrections)
+
+
 def custom(group: object, x: Tensor, y: Tensor, scale: Tensor, *_: Tensor) -> Tensor:
     """A loss that uses its scale elsewhere, too."""
     scale = replicated(scale, group)
@@ -90,7 +98,7 @@ def compare(world: World, sizes: list[int], loss: Callable[..., Tensor]) -> None
 def test_losses_that_are_no_random_cases(world: World) -> None:
     with transferring(columns=2 * (world.size == 4)):
         for sizes in ([2, 6, 4, 1], [5, 0, 4, 3]):
-            for loss in (dcl, sincere, sig_lip_soft_labels, custom):
+            for loss in (dcl, sincere, sig_lip_soft_labels, log_q, custom):
                 compare(world, sizes[: world.size], loss)
 
 

@@ -42,6 +42,27 @@ def test_upstream_gradients_that_only_one_process_has(world: World) -> None:
             torch.testing.assert_close(a.grad, world.shard(b.grad, sizes), rtol=0, atol=1e-12)
 
 
+@on_devices(3)
+def test_a_bias_travels_with_its_columns(world: World) -> None:
+    rows, columns = [4, 1, 5], [2, 6, 3]
+
+    def function(group: object, *operands: Tensor) -> list[Tensor]:
+        *others, bias = operands
+        found = similarity.logsumexp(*others, col_bias=bias, group=group)
+        return [side for side in found if side is not None]
+
+    inputs = [
+        *((double(10, D), rows), (double(11, D), columns)),
+        *((torch.tensor(2.0, dtype=torch.float64), None), (3 * double(11), columns)),
+    ]
+    for rounds in (None, 3 * 8 * D):
+        with transferring(rounds=rounds):
+            compare(world, function, inputs, [rows, columns])
+    x, bias = torch.randn(3, D), torch.zeros(3) if world.rank else None
+    with pytest.raises(ValueError, match="bias: given"):
+        similarity.logsumexp(x, x, col_bias=bias)
+
+
 @on_devices(2)
 def test_processes_that_use_a_sigmoid_sum_differently_get_nan(world: World) -> None:
     x, y = (torch.randn(3, D, requires_grad=True) for _ in range(2))

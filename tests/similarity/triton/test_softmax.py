@@ -127,6 +127,20 @@ def test_a_guide(case: str, dtype: torch.dtype) -> None:
     check(ours, truth, [t for t in mine if t is not None], [t for t in theirs if t is not None])
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("width", [24, 29])
+def test_a_bias_of_columns(width: int, dtype: torch.dtype) -> None:
+    x, y = make("clustered", 150, 200, width, dtype)
+    ids = tuple(t.to(DEVICE) for t in some_ids(150, 200, 20))
+    mine, theirs = both(x, y, scale=20.0)
+    bias = -15 * torch.rand(200, device=DEVICE)
+    mine += leaves(bias)
+    theirs += leaves(bias, dtype=torch.float64)
+    ours = similarity.split_logsumexp(*mine[:3], ids=ids, col_bias=mine[3])
+    truth = dense.split_logsumexp(*theirs[:3], ids=ids, col_bias=theirs[3])
+    check(ours, truth, mine, theirs)
+
+
 @pytest.mark.parametrize(
     ("maker", "rows", "workspace"),
     [  # blocks of 512, or one block

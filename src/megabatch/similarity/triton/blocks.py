@@ -240,6 +240,7 @@ def scale_rows(
     width: int,
     divisor: int = 1,
     *,
+    dot_width: int = 0,
     features: Tensor | None = None,
     order: Tensor | None = None,
     row_scale: Tensor | None = None,
@@ -249,7 +250,8 @@ def scale_rows(
     """out[order] = total's first `width` columns, times factors: see `scaled_rows`.
 
     Returns:
-        parts of the sum <features, total> / gain; None without features.
+        parts of the sum <features, total> / gain over the first `dot_width` columns, or all if 0;
+        None without features.
     """
     size, programs = total.shape[0], cdiv(total.shape[0], ROWS)
     parts = None if features is None else factor.new_empty(programs)
@@ -257,7 +259,7 @@ def scale_rows(
         scaled_rows.launch(
             programs, total=total, features=features, order=order, out=out, row_scale=row_scale,
             factor=factor, divisor=divisor, scale_grad_parts=parts, rows=size, d=width,
-            total_stride=total.stride(0),
+            dot_d=dot_width or width, total_stride=total.stride(0),
             feature_stride=0 if features is None else features.stride(0),
             out_stride=0 if out is None else out.stride(0),
             ROWS=ROWS, COLS=COLS, CHOOSE=choose, GAIN=gain,
@@ -268,14 +270,14 @@ def scale_rows(
 @kernel
 def scaled_rows(
     total, features, order, out, row_scale, factor, divisor, scale_grad_parts, rows, d,
-    total_stride, feature_stride, out_stride,
+    dot_d, total_stride, feature_stride, out_stride,
     ROWS: tl.constexpr, COLS: tl.constexpr, CHOOSE: tl.constexpr, GAIN: tl.constexpr,
 ):  # fmt: skip
     """out[order] = factor * divisor * row_scale * total in out's dtype.
 
-    scale_grad_parts[program] = <features, total> / GAIN. CHOOSE: instead of reading row_scale, the
-    kernel writes it and divides by it: for each row the power of two that brings its largest number
-    to 2^14.
+    scale_grad_parts[program] = <features, total> / GAIN, of the first dot_d columns. CHOOSE:
+    instead of reading row_scale, the kernel writes it and divides by it: for each row the power of
+    two that brings its largest number to 2^14.
     """
     i = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     inside = i < rows
@@ -304,7 +306,8 @@ def scaled_rows(
         mask = inside[:, None] & (j < d)[None, :]
         t = tl.load(total + i[:, None] * total_stride + j[None, :], mask=mask, other=0.0)
         if features is not None:
-            a = tl.load(features + i[:, None] * feature_stride + j[None, :], mask=mask, other=0.0)
+            at = features + i[:, None] * feature_stride + j[None, :]
+            a = tl.load(at, mask=mask & (j < dot_d)[None, :], other=0.0)
             dot += t * a.to(tl.float32)
         if out is not None:
             value = (t.to(tl.float32) * multiplier[:, None]).to(out.dtype.element_ty)

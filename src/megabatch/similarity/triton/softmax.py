@@ -105,7 +105,9 @@ class BinaryStates(StateTiles):
     ) -> Tensor | None:
         features = (self.x if side == "x" else self.y) if scale_grad else None
         out, features = (t if t is None else as_rows(narrow(t, rows)) for t in (out, features))
-        parts = scale_rows(as_rows(total), out, factor, self.width, features=features)
+        parts = scale_rows(
+            as_rows(total), out, factor, self.width, dot_width=self.matrix.width, features=features
+        )
         return None if parts is None else parts.sum()
 
 
