@@ -76,10 +76,11 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     lengths: dict[Tower, Lengths] = {} if short is None else {"text": short}
     # Newer versions of open_clip have configurations with a length.
     if length := options.image_seq_len or config["vision_cfg"].get("image_seq_len"):
-        train, evaluation = with_patches(module.visual, length, name)
+        transforms = [*with_patches(module.visual, length, name)]
         lengths["image"] = valid_patches
     else:
-        train, evaluation = with_bytes(module.visual, *transforms)
+        transforms = [*with_bytes(module.visual, *transforms)]
+    train, evaluation = transforms
     width = config["embed_dim"]
     return Towers(name, module.train(), train, evaluation, tokenizer, width, lengths=lengths)
 
