@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from PIL import Image
 from timm.data.naflex_transforms import Patchify
 
+from megabatch.cli import main
 from megabatch.config.objective import create_objective
 from megabatch.data import Batch
+from megabatch.errors import UsageError
 from megabatch.models.towers import Tower, lock
 from megabatch.training import TrainConfig, train
 from megabatch.training.encoders import CachedStep
@@ -54,6 +57,10 @@ def batch_of_shapes(towers: Any, rows: int = 22) -> Batch:
         pixels = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
         images.append(Patchify(4)(pixels))
     return Batch(towers.eval_transform.collate(images), captions(rows), torch.arange(rows))
+
+
+def retrieval(folder: Path) -> Any:
+    return json.loads((folder / "evaluation.json").read_text())["retrieval"]
 
 
 @pytest.mark.parametrize("locked", [(), ("image",), ("text",)])
@@ -105,7 +112,7 @@ def test_trials_measure_the_micro_batches_of_a_step() -> None:
     assert trials.longer > 1
 
 
-def test_a_run_is_the_same_with_workers_and_when_continued(
+def test_a_run_is_the_same_with_workers_when_continued_and_from_its_export(
     make_config: MakeConfig,
     shapes: Path,
     tmp_path: Path,
@@ -113,15 +120,26 @@ def test_a_run_is_the_same_with_workers_and_when_continued(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     straight = make_config(tmp_path / "straight", model=NAFLEX, train_data=str(shapes))
-    straight = replace(straight, image_seq_len=24, steps=6, plan="warn", val_data=str(shapes))
+    straight = replace(straight, image_seq_len=24, steps=4, plan="warn", val_data=str(shapes))
     assert train(straight) == 0
     told = capsys.readouterr().out
     assert f"{NAFLEX} cannot be planned: its memory depends on the lengths of its images" in told
     assert "skipped 1 x undecodable image" in told
-    assert (straight.output / "evaluation.json").is_file()
-    other = replace(straight, output=tmp_path / "other", workers=2, val_data=None)
+    folder = tmp_path / "openclip"
+    assert main(["export", str(straight.output), "--to", "openclip", "--output", str(folder)]) == 0
+    length, data = ["--image-seq-len", "24"], ["--val-data", str(shapes), "--device", "cpu"]
+    again = ["eval", "--model", f"local-dir:{folder}", *data, "--output", str(folder)]
+    assert main([*again, *length]) == 0
+    assert retrieval(folder) == retrieval(straight.output)
+    other = replace(straight, output=tmp_path / "other", workers=1, val_data=None)
     with monkeypatch.context() as patch:
-        signal_after(patch, 3, signal.SIGINT)
+        signal_after(patch, 2, signal.SIGINT)
         assert train(other) == 130
     assert train(replace(other, resume=True)) == 0
     assert weights(other.output) == weights(straight.output)
+
+
+def test_late_decoding_is_refused(make_config: MakeConfig, shapes: Path, tmp_path: Path) -> None:
+    config = make_config(tmp_path, model=NAFLEX, train_data=str(shapes), image_seq_len=24)
+    with pytest.raises(UsageError, match=f"--decode late: {NAFLEX} takes images of diff"):
+        train(replace(config, decode="late", workers=1))
