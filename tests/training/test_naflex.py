@@ -112,6 +112,7 @@ def test_trials_measure_the_micro_batches_of_a_step() -> None:
     assert trials.longer > 1
 
 
+@pytest.mark.usefixtures("no_report")
 def test_a_run_is_the_same_with_workers_when_continued_and_from_its_export(
     make_config: MakeConfig,
     shapes: Path,
@@ -139,7 +140,11 @@ def test_a_run_is_the_same_with_workers_when_continued_and_from_its_export(
     assert weights(other.output) == weights(straight.output)
 
 
-def test_late_decoding_is_refused(make_config: MakeConfig, shapes: Path, tmp_path: Path) -> None:
+def test_settings_of_other_images_are_refused(
+    make_config: MakeConfig, shapes: Path, tmp_path: Path
+) -> None:
     config = make_config(tmp_path, model=NAFLEX, train_data=str(shapes), image_seq_len=24)
     with pytest.raises(UsageError, match=f"--decode late: {NAFLEX} takes images of diff"):
         train(replace(config, decode="late", workers=1))
+    with pytest.raises(UsageError, match="--force-image-size 32: expected without --image-seq-len"):
+        train(replace(config, force_image_size=32))

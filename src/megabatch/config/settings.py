@@ -262,6 +262,8 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{given}: expected auto with --micro-batch-tokens {config.micro_batch_tokens}"
     if config.decode == "late" and config.workers == 0:
         yield "--workers 0: expected at least 1 with --decode late, which is their work"
+    if config.image_seq_len and config.force_image_size:
+        yield f"--force-image-size {config.force_image_size}: expected without --image-seq-len"
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield f"--csv-query-key {config.csv_query_key}: expected without --csv-img-key"
     loss = TRAINABLE.get(config.loss)  # none: the user's own

@@ -29,9 +29,9 @@ _PIECES = 64  # of a batch, over all workers (one each if there are more)
 class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
-    Images of different shapes are a dict of such tensors, as their transform collates them. Those
-    that were decoded have their channels last in memory, as a transform leaves them. Those
-    that are decoded late are decoded on access, `images[start:stop]`.
+    Images that were decoded have their channels last in memory, as a transform leaves them. Those
+    that are decoded late are decoded on access, `images[start:stop]`. Those of any shape are a dict
+    of tensors (b, ...), as their transform collates them.
     With k hard negatives a pair, texts are (b, context, 1 + k): its own, then its negatives.
     Equal captions have equal ids, 0 <= id < 2**62; None: the ids are not known.
     """

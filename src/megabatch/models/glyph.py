@@ -37,7 +37,7 @@ def create(options: ModelOptions) -> Towers:
     Raises:
         UsageError: this model lacks an option.
     """
-    options.refuse(GLYPH, *OF_IMAGES, "hf_pooling", "hf_share")
+    options.refuse(GLYPH, "hf_pooling", "hf_share", *OF_IMAGES)
     visual, text = GlyphImageTower(EMBED_DIM), TextFeatureTower(EMBED_DIM)
     module = TwoTowers(visual, text, options)
     tokenizer = HashingTokenizer(text.buckets.num_embeddings, options.force_context_length or 64)

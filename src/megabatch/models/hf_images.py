@@ -37,7 +37,7 @@ def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Tower
     Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
     filter and shape (centre crop, or squashed) of the folder's own image processor.
     """
-    options.refuse(name, *OF_IMAGES, "hf_pooling", "hf_share")
+    options.refuse(name, "hf_pooling", "hf_share", *OF_IMAGES)
     text, kind = config.text_config, config.model_type
     if kind not in KINDS:
         raise UsageError(

@@ -103,7 +103,7 @@ def _weights_of(name: str, weights: Path | None) -> Path | None:
     """
     if name.startswith(OPENCLIP):
         if weights is not None:
-            raise UsageError(f"--pretrained: {name} has its own weights; leave out this option")
+            raise UsageError(f"--pretrained: {name} has its own weights, if any; leave this out")
         return files.find(Path(name.removeprefix(OPENCLIP))) if is_trained(name) else None
     if weights is not None and (weights.parent / CONFIGURATION).is_file():
         # They fit a model with another activation or other pixels as well.
