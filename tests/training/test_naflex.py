@@ -144,7 +144,7 @@ def test_settings_of_other_images_are_refused(
     make_config: MakeConfig, shapes: Path, tmp_path: Path
 ) -> None:
     config = make_config(tmp_path, model=NAFLEX, train_data=str(shapes), image_seq_len=24)
-    with pytest.raises(UsageError, match=f"--decode late: {NAFLEX} takes images of diff"):
+    with pytest.raises(UsageError, match=f"--decode late: {NAFLEX} takes inputs of diff"):
         train(replace(config, decode="late", workers=1))
     with pytest.raises(UsageError, match="--force-image-size 32: expected without --image-seq-len"):
         train(replace(config, force_image_size=32))

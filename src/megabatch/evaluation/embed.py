@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megabatch.data.images import transformed
 from megabatch.data.pairs import BadSample
 from megabatch.errors import OutOfMemory, UsageError, plural
 from megabatch.evaluation.samples import Samples
@@ -174,9 +175,9 @@ class _Transformed(Dataset[tuple[Any, ...]]):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         try:
             sample = self.samples[index]
+            return transformed(self.transform, sample.image), index, sample.target
         except BadSample as bad:
             return None, bad.reason, bad.key
-        return self.transform(sample.image), index, sample.target
 
 
 def _collated(

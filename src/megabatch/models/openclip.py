@@ -39,8 +39,9 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     """
     options.refuse(name, "hf_pooling", "hf_share")
     config = read_config(name)
-    if "multimodal_cfg" in config:
-        raise UsageError(f"--model: {name} also writes captions (CoCa), expected two towers")
+    if "multimodal_cfg" in config or "vision_cfg" not in config:
+        why = "also writes captions (CoCa)" if "multimodal_cfg" in config else "has no image tower"
+        raise UsageError(f"--model: {name} {why}, expected an image and a text tower")
     weights = _weights_of(name, weights)
     stored = {} if weights is None else files.load(weights)
     starts = ("init_logit_scale", "init_logit_bias")

@@ -95,7 +95,8 @@ class Towers:
         train_transform, eval_transform: one image (or first text) to one tensor for `encode_image`;
             picklable. The first may be random, with torch's global generator. They may return
             anything if they have a method `collate`, which makes of a list of results a mapping of
-            tensors (n, ...), such as patches and a mask; then `encode_image` takes such mappings.
+            tensors (n, ...), such as patches and a mask; then `encode_image` takes such mappings. A
+            method `from_bytes` gets files as they are, such as sounds, instead of images.
         tokenizer: texts to int64 (n, context_length).
         embed_dim: width of the features.
         first: kind of a pair's first element; a model of text pairs also takes it as `image`.

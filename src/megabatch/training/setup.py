@@ -189,10 +189,13 @@ def weight_notes(config: TrainConfig) -> list[str]:
 
 def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], Any]:
     """The transform of first inputs in training, with the requested resize."""
-    if config.decode == "late" and hasattr(towers.train_transform, "collate"):
+    transform = towers.train_transform
+    if config.decode == "late" and (
+        hasattr(transform, "collate") or hasattr(transform, "from_bytes")
+    ):
         raise UsageError(
-            f"--decode late: {config.model} takes images of different lengths, which are sorted by "
-            "length before they are encoded; expected early"
+            f"--decode late: {config.model} takes inputs of different lengths, which are sorted by "
+            "length before they are encoded, or sounds; expected early"
         )
     if config.image_resize == "pillow":
         return towers.train_transform
