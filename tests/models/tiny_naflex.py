@@ -18,9 +18,7 @@ def naflexvit_megabatch_test(
     pretrained: bool = False, num_classes: int = 0, patch_drop_rate: float = 0.0, **_: Any
 ) -> NaFlexVit:
     sizes: Any = {"patch_size": 4, "embed_dim": 16, "depth": 2, "num_heads": 2}
-    config = NaFlexVitCfg(
-        **sizes, pos_embed_grid_size=(4, 4), rope_type="axial", patch_drop_rate=patch_drop_rate
-    )
+    config = NaFlexVitCfg(**sizes, pos_embed_grid_size=(4, 4), patch_drop_rate=patch_drop_rate)
     return NaFlexVit(config, num_classes=num_classes)
 
 

@@ -44,7 +44,7 @@ def with_patches(tower: Any, length: int, name: str) -> tuple[PatchTransform, Pa
             f"--image-seq-len {length}: the image tower of {name} takes images of one size; "
             'expected "timm_model_name": "naflexvit_..." among the vision_cfg of its configuration'
         )
-    if trunk.patch_drop is not None:
+    if any("PatchDropout" in type(part).__name__ for part in trunk.modules()):
         raise UsageError(
             f"--image-seq-len {length}: {name} drops patches in training, padding or not; expected "
             "--force-patch-dropout 0"
