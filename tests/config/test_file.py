@@ -139,16 +139,18 @@ def test_a_pretrained_text_encoder_has_the_defaults_of_fine_tuning(tmp_path: Pat
 
 
 def test_the_rate_of_random_weights_is_noted_where_there_are_others(tmp_path: Path) -> None:
-    weights, bert = Path("clip.safetensors"), f"hf:{save_tiny_bert(tmp_path / 'bert')}"
+    weights, bert = Path("clip.safetensors"), save_tiny_bert(tmp_path / "bert")
     (tmp_path / "config.json").write_text("{}")
     trained = TrainConfig(model="ViT-B-32", pretrained=weights)
-    for config in (trained, TrainConfig(model="local-dir:clip"), TrainConfig(model=bert)):
+    for config in (trained, *(TrainConfig(model=f"{kind}:{bert}") for kind in ("hf", "local-dir"))):
         (note,) = weight_notes(config)
         assert "has weights, but --lr 0.001 is meant for random ones" in note
         assert weight_notes(replace(config, lr=1e-4)) == []
     assert weight_notes(replace(trained, lock_image=True)) == []  # the other tower is random
     for name in ("ViT-B-32", f"hf:{tmp_path}", "mine:towers"):
         assert weight_notes(TrainConfig(model=name)) == []
+    (note,) = weight_notes(TrainConfig(model=f"local-dir:{tmp_path}"))
+    assert note.endswith("has no weights: they start random")
 
 
 def test_a_runs_own_file_repeats_it_and_continues_it(

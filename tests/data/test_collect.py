@@ -38,6 +38,26 @@ def test_batches_without_their_bad_samples(late: bool) -> None:
     assert [index for index, *_ in none.bad] == [6, 7, 8, 9, 10, 11]
 
 
+@pytest.mark.parametrize("sizes", [[2, 3, 1], [6]])
+def test_batches_of_several_tensors(sizes: list[int]) -> None:
+    memory, places = Memory(), []
+    for start in (0, 10):
+        given = chunks(sizes, bad=(2,))
+        for chunk in given:
+            assert isinstance(chunk.images, torch.Tensor)
+            pixels = chunk.images.flatten(1)[:, :2] + start
+            chunk.images = {"patches": pixels, "valid": pixels[:, :1] > 3}
+        (batch,) = collected(given, 6, memory)
+        assert isinstance(batch.images, dict)
+        assert batch.images["patches"][:, 1].tolist() == [start + i for i in (0, 1, 3, 4, 5)]
+        assert batch.images["valid"].dtype == torch.bool
+        assert len(batch.images["valid"]) == 5
+        places.append([tensor.data_ptr() for tensor in batch.images.values()])
+        del batch, chunk, given
+        gc.collect()
+    assert len(sizes) == 1 or places[0] == places[1]  # the memory of each is used again
+
+
 def test_a_chunk_that_is_a_batch_is_not_copied() -> None:
     (chunk,) = chunks([4])
     (batch,) = collected([chunk], 4, Memory())

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from megabatch.data.images import decoded
 from megabatch.data.pairs import BadSample
 from megabatch.data.tables import Wanted
 from megabatch.errors import UsageError
@@ -33,7 +34,7 @@ def check(data: Samples) -> None:
     assert len(data) == N
     for i, expected in enumerate(captions(N)):
         assert data[i].target == expected
-        assert data[i].image.tobytes() == picture(i % 4, i).tobytes()
+        assert decoded(data[i].image).tobytes() == picture(i % 4, i).tobytes()
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -46,7 +47,7 @@ def found(data: Samples) -> tuple[list[Any], list[str]]:
     good, bad = [], []
     for i in range(len(data)):
         try:
-            good.append((data[i].image, data[i].target))
+            good.append((decoded(data[i].image), data[i].target))
         except BadSample as sample:
             bad.append(sample.reason)
     return good, bad
@@ -94,7 +95,7 @@ def test_the_same_name_in_another_folder_is_another_image(tmp_path: Path) -> Non
     data = open_captioned(str(tmp_path / "*" / "pairs.csv"))
     assert len(data) == 4  # rows without an image are samples, too
     assert [data[i].target for i in (0, 2)] == [["a"], ["b"]]
-    assert data[2].image.tobytes() == picture(1, 1).tobytes()
+    assert decoded(data[2].image).tobytes() == picture(1, 1).tobytes()
 
 
 def test_shards_with_a_caption_in_each_line(tmp_path: Path) -> None:

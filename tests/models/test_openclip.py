@@ -41,6 +41,10 @@ def test_patch_dropout_without_patches_is_refused(monkeypatch: pytest.MonkeyPatc
 def test_what_open_clip_cannot_make_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="CoCa"):
         create("coca_ViT-B-32")
+    sounds = {"embed_dim": 8, "audio_cfg": {}, "text_cfg": {}}  # as newer versions have
+    monkeypatch.setitem(open_clip.factory._MODEL_CONFIGS, "sounds", sounds)
+    with pytest.raises(UsageError, match="sounds has no image tower, expected an image and a text"):
+        create("sounds")
 
     def fail(*args: object, **kwargs: object) -> None:
         raise RuntimeError("Please install\n the library")

@@ -52,6 +52,10 @@ def test_a_folder_that_open_clip_saved(theirs: dict[str, Tensor], tmp_path: Path
     for given in (tmp_path, path):  # its activation and its pixels may be others than the name's
         with pytest.raises(UsageError, match=f"of its own; expected --model local-dir:{tmp_path}"):
             create(TINY, pretrained=given)
+    path.unlink()  # without weights they are random
+    assert not torch.equal(
+        create(f"local-dir:{tmp_path}").module.visual.proj, theirs["visual.proj"]
+    )
     (tmp_path / "open_clip_config.json").write_text("[]")
     with pytest.raises(UsageError, match=r"open_clip_config\.json cannot be used"):
         create(f"local-dir:{tmp_path}")

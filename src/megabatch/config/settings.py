@@ -41,6 +41,9 @@ class TrainConfig:
     """Share of an image's patches that training drops. Default: the model's own."""
     force_image_size: PositiveInt | None = None
     """Height and width of images in pixels. Default: the model's own."""
+    image_seq_len: PositiveInt | None = None
+    """The most patches of an image, which keeps its aspect ratio, for towers of timm's NaFlexVit
+    (docs/data.md). Default: images of one size."""
     force_context_length: PositiveInt | None = None
     """Tokens per text. Default: the model's own."""
     init_logit_scale: float | None = None
@@ -170,8 +173,9 @@ class TrainConfig:
     grad_checkpointing: Annotated[bool, MAY_CHANGE] = False
     """Recompute activations inside the towers' blocks in the backward pass, to save memory."""
     trim_texts: Annotated[bool, MAY_CHANGE] = True
-    """Do not compute on the padding of texts if features do not depend on it: each micro-batch has
-    texts of similar lengths, cut to the longest. Features change only by rounding."""
+    """Do not compute on the padding of texts and patches if features do not depend on it: each
+    micro-batch has some of similar lengths, cut to the longest. Features change only by rounding.
+    """
     activation_memory: Annotated[Size | Literal["auto"], MAY_CHANGE] = "auto"
     """Memory of each device, such as 20GiB, for activations that wait for the backward pass, whose
     micro-batches run once; auto: all that the first steps leave free on GPUs, 0 on the CPU and with
@@ -258,6 +262,8 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
         yield f"{given}: expected auto with --micro-batch-tokens {config.micro_batch_tokens}"
     if config.decode == "late" and config.workers == 0:
         yield "--workers 0: expected at least 1 with --decode late, which is their work"
+    if config.image_seq_len and config.force_image_size:
+        yield f"--force-image-size {config.force_image_size}: expected without --image-seq-len"
     if config.csv_img_key is not None and config.csv_query_key is not None:
         yield f"--csv-query-key {config.csv_query_key}: expected without --csv-img-key"
     loss = TRAINABLE.get(config.loss)  # none: the user's own

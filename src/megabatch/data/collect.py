@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,11 @@ def collected(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Ch
         if isinstance(chunk.images, Tensor) and len(chunk) < size:
             images = memory.like(chunk.images, size) if images is None else images
             images[first:rows] = chunk.images
+        elif isinstance(chunk.images, dict) and len(chunk) < size:
+            images = images or {k: memory.like(t, size, k) for k, t in chunk.images.items()}
+            for name, tensor in chunk.images.items():
+                images[name][first:rows] = tensor
+            del tensor
         elif chunk.images is not None:
             images = chunk.images if images is None else [*images, *chunk.images]
         parts.append(replace(chunk, images=None))
@@ -37,9 +43,13 @@ def collected(chunks: Iterable[Chunk], size: int, memory: Memory) -> Iterator[Ch
         bad = [*itertools.chain.from_iterable(part.bad for part in parts)]
         if rows + len(bad) < size:
             continue
+        if isinstance(images, dict):
+            images = {name: tensor[:rows] for name, tensor in images.items()}
+        elif images is not None:
+            images = images[:rows]
         texts = [part.texts for part in parts if part.texts is not None]
         yield Chunk(
-            None if images is None else images[:rows],
+            images,
             np.concatenate(texts) if texts else None,
             np.concatenate([part.indices for part in parts]),
             np.concatenate([part.ids for part in parts]),
@@ -61,18 +71,22 @@ class Memory:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self._pinned = pinned
-        self._free: list[np.ndarray] = []
+        self._free: defaultdict[str, list[np.ndarray]] = defaultdict(list)
 
-    def like(self, images: Tensor, count: int) -> Tensor:
-        """An uninitialised tensor of `count` images, with these images' order in memory."""
+    def like(self, images: Tensor, count: int, name: str = "") -> Tensor:
+        """An uninitialised tensor of `count` images, with these images' order in memory.
+
+        `name`: of the tensor, if a batch has several.
+        """
+        free = self._free[name]
         last = channels_last(images)
         rows = images.movedim(1, -1) if last else images
         size = count * rows[0].nbytes
-        if self._free and len(self._free[0]) != size:
-            self._free.clear()  # of another kind of batches
-        memory = self._free.pop() if self._free else self._allocate(size)
+        if free and len(free[0]) != size:
+            free.clear()  # of another kind of batches
+        memory = free.pop() if free else self._allocate(size)
         lent = memory.view()  # the tensor and its views refer to this object
-        weakref.finalize(lent, self._free.append, memory).atexit = False
+        weakref.finalize(lent, free.append, memory).atexit = False
         made = torch.from_numpy(lent).view(images.dtype).view(count, *rows.shape[1:])
         return made.movedim(-1, 1) if last else made
 

@@ -24,13 +24,13 @@ from megabatch.data.pairs import BadSample, Pair, PairDataset, caption_id
 class Chunk:
     """Fetched samples, in the order of the request, without the bad ones.
 
-    images: (n, ...), or a list of n if they are decoded late, None if n is 0; texts: (n, context)
-    int64, or (n, context, 1 + k) with k negatives each, None if n is 0; indices, and ids of the
-    captions: int64 (n,); bad: index, reason and key of each bad sample.
+    images: (n, ...), or a dict of such tensors, or a list of n if they are decoded late, None if n
+    is 0; texts: (n, context) int64, or (n, context, 1 + k) with k negatives each, None if n is 0;
+    indices, and ids of the captions: int64 (n,); bad: index, reason and key of each bad sample.
     All but the images are numpy arrays: a tensor from a worker costs a file descriptor and 2 ms.
     """
 
-    images: Tensor | list[Any] | None
+    images: Tensor | dict[str, Tensor] | list[Any] | None
     texts: np.ndarray | None
     indices: np.ndarray
     ids: np.ndarray
@@ -61,7 +61,7 @@ class Fetcher:
         self.many_at_once = hasattr(dataset, "arrays") and hasattr(transform, "batch") and not late
         # What is done with a first input, and then with those of a chunk together.
         self._prepare: Callable[[Any], Any] = functools.partial(transformed, transform)
-        self._stacked: Callable[[list[Any]], Any] = stacked
+        self._stacked: Callable[[list[Any]], Any] = getattr(transform, "collate", stacked)
         if late:
             self._prepare, self._stacked = DeferredImage.keep, list
         elif getattr(dataset, "first", "image") == "text" and hasattr(transform, "texts"):

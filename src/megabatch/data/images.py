@@ -32,12 +32,18 @@ def decoded(image: Any) -> Any:
     return image.decode() if isinstance(image, EncodedImage) else image
 
 
-def transformed(transform: Callable[[Any], torch.Tensor], image: Any) -> torch.Tensor:
+def transformed(transform: Callable[[Any], Any], image: Any) -> Any:
     """Transform an image or text; an EncodedImage is decoded; raises BadSample if that fails.
 
-    A transform's method `pixels`, if it has one, gets colour JPEG files as arrays (see
-    `EncodedImage.pixels`), which costs less than Pillow's image.
+    A transform's method `from_bytes`, if it has one, gets files as they are, such as sounds, and a
+    method `pixels` colour JPEG files as arrays (see `EncodedImage.pixels`), which costs less than
+    Pillow's image.
     """
+    if isinstance(image, EncodedImage) and hasattr(transform, "from_bytes"):
+        try:
+            return transform.from_bytes(image.data)
+        except Exception as error:  # of any library
+            raise BadSample(f"unreadable file ({type(error).__name__})", image.key) from error
     from_array: Any = getattr(transform, "pixels", None)
     pixels = image.pixels() if from_array and isinstance(image, EncodedImage) else None
     return transform(decoded(image)) if pixels is None else from_array(pixels)

@@ -30,12 +30,13 @@ class Batch:
     """Pairs: images (b, ...) as transformed; texts (b, context), indices (b,), ids (b,) int64.
 
     Images that were decoded have their channels last in memory, as a transform leaves them. Those
-    that are decoded late are decoded on access, `images[start:stop]`.
+    that are decoded late are decoded on access, `images[start:stop]`. Those of any shape are a dict
+    of tensors (b, ...), as their transform collates them.
     With k hard negatives a pair, texts are (b, context, 1 + k): its own, then its negatives.
     Equal captions have equal ids, 0 <= id < 2**62; None: the ids are not known.
     """
 
-    images: torch.Tensor | LateImages
+    images: torch.Tensor | dict[str, torch.Tensor] | LateImages
     texts: torch.Tensor
     indices: torch.Tensor
     ids: torch.Tensor | None = None
@@ -61,7 +62,8 @@ class PairLoader:
             `random` and numpy are seeded for each sample by (seed, epoch, index), and differently
             each time that the sample comes in an epoch. It may have faster methods: `batch` (see
             PairDataset), `pixels` (see `transformed`), and `texts`, of a list of first texts to
-            (b, ...), without randomness.
+            (b, ...), without randomness; and `collate`, of a list of whatever it returns to a dict
+            of tensors (b, ...), of the same shapes but for b in each call.
         tokenizer: list of captions to (n, context) int64.
         seed: of the orders and the transform's randomness, 0 <= seed < 2**32.
         workers: processes that fetch, while a thread of this one puts the next batch together; 0:
@@ -91,7 +93,7 @@ class PairLoader:
         dataset: PairDataset,
         *,
         batch_size: int,
-        transform: Callable[[Any], torch.Tensor],
+        transform: Callable[[Any], Any],
         tokenizer: Callable[[list[str]], torch.Tensor],
         seed: int,
         workers: int = 0,

@@ -20,13 +20,15 @@ from megabatch.data.pairs import BadSample, EncodedImage, Pair, clean_caption
 from megabatch.errors import UsageError, plural
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp", "ppm")
-#: Members of a sample: its image, a caption, a JSON document, a class index.
-KINDS = ("image", "txt", "json", "cls")
-_KINDS = dict.fromkeys(IMAGE_EXTENSIONS, 0) | {name: KINDS.index(name) for name in KINDS[1:]}
+AUDIO_EXTENSIONS = ("wav", "flac", "mp3", "ogg")
+#: Members of a sample: its image, a caption, a JSON document, a class index, a sound.
+KINDS = ("image", "txt", "json", "cls", "audio")
+_KINDS = dict.fromkeys(IMAGE_EXTENSIONS, 0) | dict.fromkeys(AUDIO_EXTENSIONS, 4)
+_KINDS |= {name: KINDS.index(name) for name in KINDS[1:4]}
 ABSENT = (0, 0)  # no member starts at byte 0: its header does
 
 _OPEN_FILES = 64  # per process
-_VERSION = 5  # increase it when the same file would give another index
+_VERSION = 6  # increase it when the same file would give another index
 
 
 def tar_index(path: str) -> dict[str, np.ndarray]:
@@ -36,7 +38,7 @@ def tar_index(path: str) -> dict[str, np.ndarray]:
     hundreds of shards. A sample is adjacent members that share their name up to the first dot.
 
     Returns:
-        keys: (n,) bytes, these names; spans: int64 (n, 4, 2), the offset and size of each of KINDS,
+        keys: (n,) bytes, these names; spans: int64 (n, 5, 2), the offset and size of each of KINDS,
         ABSENT if there is none; damage: where the file breaks off, empty if it is complete.
 
     Raises:
@@ -164,13 +166,14 @@ def _open_file(path: str, mtime: int) -> io.FileIO:
 class ShardPairs(TarSamples):
     """Pairs in tar files as img2dataset and webdataset write them.
 
-    A sample's caption is its `txt`, or else "caption" in its `json`; without one, or an image, the
-    sample is a bad one.
+    A sample's caption is its `txt`, or else "caption" in its `json`; without one, or an image or
+    else a sound, the sample is a bad one.
     """
 
     def __getitem__(self, index: int) -> Pair:
         key = self.key(index)
-        image = EncodedImage(self.read(index, "image"), key)
+        sound = self.has(index, "audio") and not self.has(index, "image")
+        image = EncodedImage(self.read(index, "audio" if sound else "image"), key)
         kind = "txt" if self.has(index, "txt") else "json"
         if not self.has(index, kind):
             raise BadSample("no caption", key)

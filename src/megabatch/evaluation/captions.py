@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megabatch.data import open_pairs
-from megabatch.data.images import decoded
 from megabatch.data.pairs import (
     BadSample,
     EncodedImage,
@@ -101,7 +100,7 @@ class CaptionedPairs(Samples):
         pair = self.pairs[index]
         # Not str.splitlines: captions from the web have U+2028 and other separators within a line.
         lines = re.split(r"[\r\n]+", pair.caption)
-        return Sample(decoded(pair.image), _cleaned(lines, pair.key), pair.key)
+        return Sample(pair.image, _cleaned(lines, pair.key), pair.key)
 
 
 def _cleaned(captions: list[Any], key: str) -> list[str]:
@@ -145,7 +144,7 @@ class JoinedRows(Samples):
         if self.first == "text":
             return Sample(first.strip(), list(dict.fromkeys(captions)), key)
         image = EncodedImage(table.files.read(first, key), key)
-        return Sample(image.decode(), captions, key)
+        return Sample(image, captions, key)
 
 
 def _read(table: Any, row: int) -> tuple[Any, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,15 +10,16 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from megabatch.data.images import transformed
 from megabatch.data.pairs import BadSample
 from megabatch.errors import OutOfMemory, UsageError, plural
 from megabatch.evaluation.samples import Samples
 from megabatch.evaluation.table import left_out
 from megabatch.evaluation.tokens import Features, Tokens
+from megabatch.gradient_cache.batches import mapped, to_device
 from megabatch.models import Towers
 from megabatch.models.padding import counted, trimmed
 from megabatch.models.towers import Tower
@@ -83,12 +85,14 @@ class Encoder:
             batch_size=self.batch_size,
             sampler=mine,
             num_workers=self.workers,
-            collate_fn=_collated,
+            collate_fn=functools.partial(
+                _collated, getattr(self.towers.eval_transform, "collate", torch.stack)
+            ),
             pin_memory=torch.device(self.device).type == "cuda",
         )
         records: list[Any] = []
 
-        def images() -> Iterable[Tensor]:
+        def images() -> Iterable[Any]:
             for batch, some in loader:
                 records.extend(some)
                 self.report(f"{title}: {len(records):,} of {len(mine):,} images")
@@ -121,7 +125,7 @@ class Encoder:
         return self._features(batches(), "text")
 
     @torch.no_grad()
-    def _features(self, batches: Iterable[Tensor], tower: Tower) -> Features:
+    def _features(self, batches: Iterable[Any], tower: Tower) -> Features:
         module = cast(Any, self.towers.module.eval())
         encode = module.encode_image if tower == "image" else module.encode_text
         lengths, dtype = self.towers.lengths.get(tower), _DTYPES[self.precision]
@@ -129,6 +133,7 @@ class Encoder:
         kept = dtype if multi_vector and dtype else torch.float32
         parts = [torch.zeros(0, self.towers.embed_dim, dtype=kept, device=self.device)]
         counts = [torch.zeros(0, dtype=torch.int64, device=self.device)]
+        move = functools.partial(to_device, device=torch.device(self.device))
         for batch in batches:
             if lengths is not None:
                 batch = trimmed(batch, lengths)
@@ -136,7 +141,7 @@ class Encoder:
             autocast = torch.autocast(kind, dtype, enabled=dtype is not None)
             with torch.inference_mode(), autocast:
                 try:
-                    part = encode(batch.to(self.device, non_blocking=True))
+                    part = encode(mapped(batch, move))
                 except torch.OutOfMemoryError as error:
                     raise OutOfMemory(
                         f"out of memory on {self.device} with --batch-size {self.batch_size}; "
@@ -162,7 +167,7 @@ class _Transformed(Dataset[tuple[Any, ...]]):
     """Each sample's image, index and target; of a bad one None, the reason and its key."""
 
     samples: Samples
-    transform: Callable[[Image.Image], Tensor]
+    transform: Callable[[Any], Any]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -170,12 +175,14 @@ class _Transformed(Dataset[tuple[Any, ...]]):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         try:
             sample = self.samples[index]
+            return transformed(self.transform, sample.image), index, sample.target
         except BadSample as bad:
             return None, bad.reason, bad.key
-        return self.transform(sample.image), index, sample.target
 
 
-def _collated(items: list[tuple[Any, ...]]) -> tuple[Tensor | None, list[tuple[Any, ...]]]:
-    """The usable images as one tensor, None without any; and what else there is of each sample."""
+def _collated(
+    collate: Callable[[list[Any]], Any], items: list[tuple[Any, ...]]
+) -> tuple[Any, list[tuple[Any, ...]]]:
+    """The usable images as one batch, None without any; and what else there is of each sample."""
     images = [image for image, *_ in items if image is not None]
-    return torch.stack(images) if images else None, [(first, second) for _, first, second in items]
+    return collate(images) if images else None, [(first, second) for _, first, second in items]

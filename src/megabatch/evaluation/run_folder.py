@@ -17,7 +17,7 @@ from megabatch.config.file import refuse_references
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.config import read_config
 from megabatch.models import ModelOptions, Towers, create
-from megabatch.options import is_reference
+from megabatch.models.names import is_trained
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,15 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
     return Opened(towers, weights, folder, config, _step_of(weights, folder))
 
 
-def open_model(name: str, pretrained: Path | None) -> Opened:
+def open_model(name: str, pretrained: Path | None, options: ModelOptions | None = None) -> Opened:
     """Build a model by name, as `megabatch.models.create`; random weights are always the same.
 
     Raises:
         UsageError: there is no such model, or its weights are missing, damaged or another model's.
     """
     torch.manual_seed(0)  # all ranks evaluate the same weights
-    towers = create(name, pretrained=pretrained)
-    in_folder = ":" in name and not is_reference(name)
-    own = Path(name.partition(":")[2]) if in_folder else None  # local-dir:FOLDER
+    towers = create(name, pretrained=pretrained, options=options)
+    own = Path(name.partition(":")[2]) if is_trained(name) else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)
 
 

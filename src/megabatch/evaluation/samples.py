@@ -24,7 +24,7 @@ CLASS_NAMES, TEMPLATES = "classnames.txt", "zeroshot_classification_templates.tx
 class Sample:
     """An image (the first text, in a pair of texts) with its class or its captions as `target`.
 
-    `key` names the sample in messages.
+    The image may be an EncodedImage. `key` names the sample in messages.
     """
 
     image: Any

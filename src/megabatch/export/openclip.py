@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from open_clip.model import CLIPTextCfg, CLIPVisionCfg
 from torch import Tensor
 
 from megabatch.errors import UsageError
@@ -15,6 +16,7 @@ from megabatch.models import ModelOptions
 from megabatch.models.openclip import read_config
 from megabatch.training.checkpoint import save_tensors
 
+_HAS_LENGTH = hasattr(CLIPVisionCfg, "image_seq_len")  # versions after 3.3
 #: The settings of a transform that OpenCLIP stores; the image's size is the model's.
 _PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
 
@@ -34,10 +36,13 @@ def write(opened: Opened, folder: Path) -> list[str]:
     tokenizer: Any = opened.towers.tokenizer
     if hasattr(tokenizer, "save_pretrained"):  # Hugging Face's; OpenCLIP comes with its own
         tokenizer.save_pretrained(folder)
-    encoder = config["text_cfg"].get("hf_model_name")
-    if encoder is None:
-        return []
-    return [f"OpenCLIP reads the configuration of {encoder} from the hub or its local cache"]
+    notes, length = [], ModelOptions.of(opened.config).image_seq_len
+    if length and "image_seq_len" not in config["vision_cfg"]:
+        notes.append(f"OpenCLIP's configuration cannot hold it: --image-seq-len {length}")
+    if encoder := config["text_cfg"].get("hf_model_name"):
+        where = "the hub or its local cache"
+        notes.append(f"OpenCLIP reads the configuration of {encoder} from {where}")
+    return notes
 
 
 def _model_config(opened: Opened) -> dict[str, Any]:
@@ -58,6 +63,7 @@ def _model_config(opened: Opened) -> dict[str, Any]:
     changes = {
         ("vision_cfg", "patch_dropout"): options.force_patch_dropout,
         ("vision_cfg", "image_size"): options.force_image_size,
+        ("vision_cfg", "image_seq_len"): options.image_seq_len if _HAS_LENGTH else None,
         ("text_cfg", "context_length"): options.force_context_length,
     }
     for (part, name), value in changes.items():
@@ -136,8 +142,6 @@ def write_clip(opened: Opened, folder: Path) -> list[str]:
 
 def _other_settings(config: dict[str, Any], pixels: dict[str, Any]) -> list[str]:
     """The settings that `CLIPModel` or its image processor does not have."""
-    from open_clip.model import CLIPTextCfg, CLIPVisionCfg
-
     found = [f"{name} {value!r}" for name, value in config.items() if value and name not in _MODEL]
     for part, kind in zip(_PARTS, (CLIPVisionCfg, CLIPTextCfg), strict=True):
         usual = asdict(kind())

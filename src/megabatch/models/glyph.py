@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megabatch.models.names import GLYPH
 from megabatch.models.padding import without_padding
-from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.models.towers import OF_IMAGES, ModelOptions, Towers, TwoTowers
 
 EMBED_DIM = 256
 IMAGE_SIZE = 32  # pixels per side
@@ -37,7 +37,7 @@ def create(options: ModelOptions) -> Towers:
     Raises:
         UsageError: this model lacks an option.
     """
-    options.refuse(GLYPH, "force_patch_dropout", "force_image_size", "hf_pooling", "hf_share")
+    options.refuse(GLYPH, "hf_pooling", "hf_share", *OF_IMAGES)
     visual, text = GlyphImageTower(EMBED_DIM), TextFeatureTower(EMBED_DIM)
     module = TwoTowers(visual, text, options)
     tokenizer = HashingTokenizer(text.buckets.num_embeddings, options.force_context_length or 64)

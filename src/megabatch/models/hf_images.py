@@ -16,7 +16,7 @@ from megabatch.models.huggingface import READING, read_model, read_tokenizer
 from megabatch.models.images import Transform, multiply_patches, with_bytes
 from megabatch.models.names import has_weights
 from megabatch.models.padding import Lengths, up_to_first, up_to_largest
-from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.models.towers import OF_IMAGES, ModelOptions, Towers, TwoTowers
 
 #: Model types whose features are the towers' pooled outputs, with a projection if there is one.
 KINDS = ("clip", "metaclip_2", "siglip")
@@ -37,7 +37,7 @@ def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Tower
     Images are preprocessed by open_clip's transforms, with the size, mean, standard deviation,
     filter and shape (centre crop, or squashed) of the folder's own image processor.
     """
-    options.refuse(name, "hf_pooling", "hf_share", "force_patch_dropout", "force_image_size")
+    options.refuse(name, "hf_pooling", "hf_share", *OF_IMAGES)
     text, kind = config.text_config, config.model_type
     if kind not in KINDS:
         raise UsageError(

@@ -17,7 +17,7 @@ from megabatch.errors import UsageError, plural
 from megabatch.imports import named_extras
 from megabatch.models.names import has_weights
 from megabatch.models.padding import MASKED_KINDS, Pooling, pool, without_padding
-from megabatch.models.towers import ModelOptions, Towers, TwoTowers
+from megabatch.models.towers import OF_IMAGES, ModelOptions, Towers, TwoTowers
 from megabatch.similarity.arguments import accumulator_dtype
 
 #: Default for tokens per text: a larger one costs time for every short text.
@@ -135,7 +135,7 @@ def read_tokenizer(
 
 def create(name: str, folder: Path, config: Any, options: ModelOptions) -> Towers:
     """Build a text encoder, or two, for pairs of texts; see `registry.create`."""
-    options.refuse(name, "force_patch_dropout", "force_image_size")
+    options.refuse(name, *OF_IMAGES)
     if not hasattr(config, "hidden_size"):
         raise UsageError(f"--model: {folder} is not a text encoder: its config has no hidden_size")
     encoder = read_model(folder, config)

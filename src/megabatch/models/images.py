@@ -6,7 +6,7 @@ first layer of image transformers is a matrix product of their patches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,11 +31,18 @@ def with_bytes(tower: nn.Module, train: Any, evaluation: Any) -> tuple[Transform
     for *_, convert, normalize in (transform.transforms for transform in both):
         if not (isinstance(convert, ToTensor) and isinstance(normalize, Normalize)):
             return both
-    tower.pixel_normalization = PixelNormalization(normalize.mean, normalize.std)
-    # A hook rather than a module around the tower: names of weights stay.
-    tower.register_forward_pre_hook(_normalize_bytes)
+    normalize_on_device(tower, normalize.mean, normalize.std)
     train, evaluation = (Compose([*one.transforms[:-2], PILToTensor()]) for one in both)
     return train, evaluation
+
+
+def normalize_on_device(
+    tower: nn.Module, mean: Sequence[float], std: Sequence[float], shape: Sequence[int] = (-1, 1, 1)
+) -> None:
+    """Let a tower normalise pixels that it gets as bytes, by a mean and std of this shape."""
+    tower.pixel_normalization = PixelNormalization(mean, std, shape)
+    # A hook rather than a module around the tower: names of weights stay.
+    tower.register_forward_pre_hook(_normalize_bytes)
 
 
 class PixelNormalization(nn.Module):
@@ -48,13 +55,15 @@ class PixelNormalization(nn.Module):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(
+        self, mean: Sequence[float], std: Sequence[float], shape: Sequence[int] = (-1, 1, 1)
+    ) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
-        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(*shape), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(*shape), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w).
+        """Normalised images of the buffers' dtype, from uint8 ones (n, c, h, w), or patches.
 
         They are contiguous: with channels last, as in the loader, convolutions would round
         differently.
@@ -64,8 +73,11 @@ class PixelNormalization(nn.Module):
 
 
 def _normalize_bytes(tower: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Normalise a tower's uint8 images; others are normalised already."""
+    """Normalise a tower's uint8 images or patches; others are normalised already."""
     images, *others = inputs
+    if isinstance(images, Mapping):
+        made = _normalize_bytes(tower, (images["patches"],))
+        return None if made is None else ({**images, "patches": made[0]}, *others)
     return (tower.pixel_normalization(images), *others) if images.dtype == torch.uint8 else None
 
 

@@ -65,14 +65,16 @@ def check(name: str) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder of Hugging Face's has a model's weights and not only its configuration."""
+    """Whether a folder has a model's weights and not only its configuration."""
     return any(folder.glob("*.safetensors*")) or any(folder.glob("pytorch_model*.bin*"))
 
 
 def is_trained(name: str) -> bool:
     """Whether a model starts with weights of its own, those of its folder."""
     folder = Path(name.partition(":")[2])
-    return name.startswith(OPENCLIP) or (name.startswith(HUGGING_FACE) and has_weights(folder))
+    if name.startswith(OPENCLIP) and (folder / "open_clip_pytorch_model.bin").is_file():
+        return True
+    return name.startswith((OPENCLIP, HUGGING_FACE)) and has_weights(folder)
 
 
 def is_text_encoder(name: str) -> bool:

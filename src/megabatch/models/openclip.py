@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from megabatch.errors import UsageError, as_usage_error
 from megabatch.models import weights as files
 from megabatch.models.images import multiply_patches, with_bytes
-from megabatch.models.names import CONFIGURATION, OPENCLIP
+from megabatch.models.naflex import valid_patches, with_patches
+from megabatch.models.names import CONFIGURATION, OPENCLIP, is_trained
 from megabatch.models.padding import Lengths, up_to_first, up_to_largest
-from megabatch.models.towers import ModelOptions, Towers
+from megabatch.models.towers import ModelOptions, Tower, Towers
 
 
 def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
@@ -38,8 +39,9 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     """
     options.refuse(name, "hf_pooling", "hf_share")
     config = read_config(name)
-    if "multimodal_cfg" in config:
-        raise UsageError(f"--model: {name} also writes captions (CoCa), expected two towers")
+    if "multimodal_cfg" in config or "vision_cfg" not in config:
+        why = "also writes captions (CoCa)" if "multimodal_cfg" in config else "has no image tower"
+        raise UsageError(f"--model: {name} {why}, expected an image and a text tower")
     weights = _weights_of(name, weights)
     stored = {} if weights is None else files.load(weights)
     starts = ("init_logit_scale", "init_logit_bias")
@@ -52,6 +54,7 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
         module, *transforms = open_clip.create_model_and_transforms(
             name,
             pretrained=None if weights is None else str(weights.absolute()),
+            load_weights=weights is not None,
             pretrained_image=False,  # these two would download
             pretrained_text=False,
             output_dict=True,
@@ -70,15 +73,17 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
         # open_clip starts it at 0, where negative pairs make up most of a sigmoid loss.
         nn.init.constant_(module.logit_bias, bias)
     multiply_patches(module.visual)
-    lengths = accept_short_texts(module)
-    return Towers(
-        name,
-        module.train(),
-        *with_bytes(module.visual, *transforms),
-        tokenizer,
-        config["embed_dim"],
-        lengths={} if lengths is None else {"text": lengths},
-    )
+    short = accept_short_texts(module)
+    lengths: dict[Tower, Lengths] = {} if short is None else {"text": short}
+    # Newer versions of open_clip have configurations with a length.
+    if length := options.image_seq_len or config["vision_cfg"].get("image_seq_len"):
+        transforms = [*with_patches(module.visual, length, name)]
+        lengths["image"] = valid_patches
+    else:
+        transforms = [*with_bytes(module.visual, *transforms)]
+    train, evaluation = transforms
+    width = config["embed_dim"]
+    return Towers(name, module.train(), train, evaluation, tokenizer, width, lengths=lengths)
 
 
 def read_config(name: str) -> dict[str, Any]:
@@ -93,11 +98,14 @@ def read_config(name: str) -> dict[str, Any]:
 
 
 def _weights_of(name: str, weights: Path | None) -> Path | None:
-    """The file of a model's weights: a folder's own, or those given, of no folder with its own."""
+    """The file of a model's weights: a folder's own, or those given, of no folder with its own.
+
+    None: they are random.
+    """
     if name.startswith(OPENCLIP):
         if weights is not None:
-            raise UsageError(f"--pretrained: {name} has its own weights; leave out this option")
-        return files.find(Path(name.removeprefix(OPENCLIP)))
+            raise UsageError(f"--pretrained: {name} has its own weights, if any; leave this out")
+        return files.find(Path(name.removeprefix(OPENCLIP))) if is_trained(name) else None
     if weights is not None and (weights.parent / CONFIGURATION).is_file():
         # They fit a model with another activation or other pixels as well.
         raise UsageError(

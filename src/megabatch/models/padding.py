@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,8 +11,9 @@ from torch import Tensor
 from megabatch.gradient_cache.batches import up_to_last
 
 #: The number of tokens that a text's features depend on: int64 (n,), at least 1, of padded tokens,
-#: int64 (n, context_length). With those after them cut off, the features stay the same.
-Lengths: TypeAlias = Callable[[Tensor], Tensor]
+#: int64 (n, context_length). With those after them cut off, the features stay the same. Likewise
+#: the patches of images in a mapping of tensors (n, length, ...).
+Lengths: TypeAlias = Callable[[Any], Tensor]
 Pooling = Literal["mean", "cls", "last"]
 
 #: Types of transformers' text encoders for which `without_padding` is right: they mask padding in
@@ -42,14 +43,18 @@ def without_padding(tokens: Tensor, pad: int) -> Tensor:
     return up_to_last(tokens != pad)
 
 
-def trimmed(tokens: Tensor, lengths: Lengths) -> Tensor:
+def trimmed(tokens: Any, lengths: Lengths) -> Any:
     """Tokens without the columns that are padding in all texts, but for a multiple of 8 columns.
 
-    With multiples there are few different shapes to compile.
+    With multiples there are few different shapes to compile. Likewise a mapping's tensors.
     """
-    if not len(tokens):
+    counts = lengths(tokens)
+    if not len(counts):
         return tokens
-    return tokens[:, : -(-int(lengths(tokens).max()) // 8) * 8]
+    columns = slice(-(-int(counts.max()) // 8) * 8)
+    if isinstance(tokens, Mapping):
+        return {name: tensor[:, columns] for name, tensor in tokens.items()}
+    return tokens[:, columns]
 
 
 def counted(features: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from megabatch.models.padding import Lengths, Pooling
 from megabatch.options import option
 
 Tower = Literal["image", "text"]
+#: Options of image towers that only models of OpenCLIP have.
+OF_IMAGES = ("force_patch_dropout", "force_image_size", "image_seq_len")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,9 @@ class ModelOptions:
         force_patch_dropout: fraction of the image's patches dropped in training, at least 0 and
             below 1 (Li et al. 2022, FLIP, arXiv 2212.00794).
         force_image_size: pixels per side; positional embeddings of loaded weights are resized.
-        force_context_length: tokens per text, likewise.
+        image_seq_len: patches per image at most, for towers of timm's NaFlexVit: images keep their
+            aspect ratio.
+        force_context_length: tokens per text, as `force_image_size`.
         init_logit_scale: initial logarithm of the logit scale.
         init_logit_bias: initial logit bias; a model without one gets one. Both only apply if loaded
             weights have no value.
@@ -42,6 +46,7 @@ class ModelOptions:
 
     force_patch_dropout: float | None = None
     force_image_size: int | None = None
+    image_seq_len: int | None = None
     force_context_length: int | None = None
     init_logit_scale: float | None = None
     init_logit_bias: float | None = None
@@ -88,20 +93,23 @@ class Towers:
             It has `encode_image(images, normalize=False)`, `encode_text(texts, normalize=False)`
             and the parameter `logit_scale` (a logarithm), like open_clip's models.
         train_transform, eval_transform: one image (or first text) to one tensor for `encode_image`;
-            picklable. The first may be random, with torch's global generator.
+            picklable. The first may be random, with torch's global generator. They may return
+            anything if they have a method `collate`, which makes of a list of results a mapping of
+            tensors (n, ...), such as patches and a mask; then `encode_image` takes such mappings. A
+            method `from_bytes` gets files as they are, such as sounds, instead of images.
         tokenizer: texts to int64 (n, context_length).
         embed_dim: width of the features.
         first: kind of a pair's first element; a model of text pairs also takes it as `image`.
-        lengths: for each text tower that takes texts without their padding, the function that tells
-            how many tokens a text's features depend on (`megabatch.models.padding`); other towers
-            take whole texts only.
+        lengths: for each tower that takes texts or patches without their padding, the function
+            that tells on how many of them features depend (`megabatch.models.padding`); other
+            towers take whole texts only.
         multi_vector: whether there is a feature for each token, for late interaction.
     """
 
     name: str
     module: nn.Module
-    train_transform: Callable[[Any], torch.Tensor]
-    eval_transform: Callable[[Any], torch.Tensor]
+    train_transform: Callable[[Any], Any]
+    eval_transform: Callable[[Any], Any]
     tokenizer: Callable[[Any], torch.Tensor]
     embed_dim: int
     first: Tower = "image"

@@ -80,6 +80,8 @@ def sampled_lengths(dataset: PairDataset, towers: Towers, samples: int = 1024) -
             found.append(dataset[int(index)])
     made: dict[Tower, list[int]] = {}
     for tower, lengths in towers.lengths.items() if found else ():
+        if tower == towers.first == "image":
+            continue  # of patches, for which there is no plan
         if tower == "image":
             tokens = torch.stack([towers.train_transform(pair.image) for pair in found])
         else:

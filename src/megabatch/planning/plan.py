@@ -132,6 +132,10 @@ def make_plan(
             f"--micro-batch-tokens {config.micro_batch_tokens} cannot be planned: plans divide "
             "batches by --micro-batch-size"
         )
+    if hasattr(towers.train_transform, "collate"):
+        raise NoPlan(
+            f"{config.model} cannot be planned: its memory depends on the lengths of its images"
+        )
     return Planner(config, towers, machine, file_bytes, lengths).planned()
 
 

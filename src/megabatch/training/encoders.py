@@ -31,8 +31,8 @@ class CachedStep:
         micro_batch_tokens: if not None, the most tokens of texts by length, whatever their rows.
         device: where micro-batches are copied to, the next one during computation on the current.
         locked: the towers that are locked as a whole. Default: those of the module.
-        lengths: of `Towers`, for the towers that are to encode texts in order of their lengths and
-            without most of their padding; the others get batches as they are.
+        lengths: of `Towers`, for the towers that are to encode texts or patches in order of their
+            lengths and without most of their padding; the others get batches as they are.
         options: of GradientCache: `group`, `feature_dtype`.
     """
 
@@ -82,11 +82,11 @@ class CachedStep:
         return {tower: self._sorted(tower, named[tower]) for tower in self._lengths}
 
     def _sorted(self, tower: Tower, inputs: Any) -> Any:
-        """A batch of texts for a tower that takes them without padding; others as they are."""
+        """A batch for a tower that takes texts or patches without padding; others as they are."""
         if tower not in self._lengths:
             return inputs
         lengths, outputs = self._lengths[tower], [f"{tower}_features"]
-        if inputs.ndim == 2:
+        if isinstance(inputs, Mapping) or inputs.ndim == 2:
             return SortedByLength(inputs, lengths(inputs), outputs=outputs)
         longest = torch.stack([lengths(texts) for texts in inputs.unbind(2)]).amax(0)
         return SortedByLength(inputs, longest, outputs=[*outputs, "negative_features"])
@@ -147,7 +147,7 @@ class OneTower(nn.Module):
         self.module = module
         self.tower = tower
 
-    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+    def forward(self, inputs: Any) -> dict[str, Tensor]:
         """The module's outputs without the other tower's features."""
         outputs: dict[str, Tensor | None] = self.module(
             inputs if self.tower == "image" else None, inputs if self.tower == "text" else None

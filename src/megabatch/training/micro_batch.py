@@ -8,6 +8,7 @@ micro-batches are encoded once, with activations that wait for the second pass. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
-from megabatch.gradient_cache.batches import divided, to_device
+from megabatch.gradient_cache.batches import divided, mapped, named_tensors, take, to_device
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.training.encoders import CachedStep
@@ -284,22 +285,22 @@ class Trials:
         seconds, graph = min(passes[1:])
         # Another micro-batch's inputs are on their way while one is computed.
         peak = torch.cuda.max_memory_allocated(device) - before
-        peak += sum(tensor.nbytes for tensor in inputs.values())
+        peak += sum(tensor.nbytes for tensor in named_tensors(inputs).values())
         self._step.module.zero_grad(set_to_none=True)
         return Trial(seconds / pairs, graph, peak)
 
-    def _inputs(self, size: int) -> tuple[dict[str, Tensor], int]:
+    def _inputs(self, size: int) -> tuple[dict[str, Any], int]:
         """Inputs by tower of the middle micro-batch of this size, on the device; and its pairs."""
         batch, device = self._batch, self._step.device
         by_length = self._step.sorted_towers(batch)
         parts = divided(self.pairs, size, by_length)
         middle = parts[len(parts) // 2]
         pairs = middle.rows.stop - middle.rows.start
-        inputs = {"image": batch.images[:pairs], "text": batch.texts[:pairs]}
+        inputs = take({"image": batch.images, "text": batch.texts}, slice(0, pairs), self.pairs)
         inputs |= {tower: texts.take(middle.of(tower)) for tower, texts in by_length.items()}
-        return {tower: to_device(rows, device) for tower, rows in inputs.items()}, pairs
+        return mapped(inputs, functools.partial(to_device, device=device)), pairs
 
-    def _pass(self, inputs: dict[str, Tensor]) -> tuple[float, int]:
+    def _pass(self, inputs: dict[str, Any]) -> tuple[float, int]:
         """Seconds of a forward and backward pass over a micro-batch, and bytes of the graph."""
         device, locked = self._step.device, self._step.locked
         torch.cuda.synchronize(device)
@@ -316,7 +317,7 @@ class Trials:
         torch.cuda.synchronize(device)
         return time.perf_counter() - start, graph
 
-    def _encode(self, inputs: dict[str, Tensor]) -> list[Tensor]:
+    def _encode(self, inputs: dict[str, Any]) -> list[Tensor]:
         outputs = self._step.module(inputs.get("image"), inputs.get("text"))
         return [output for output in outputs.values() if output is not None]
 

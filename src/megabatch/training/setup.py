@@ -150,7 +150,7 @@ def _check_ranks(setup: Setup) -> None:
 def model_notes(config: TrainConfig, towers: Towers, ranks: int = 1) -> list[str]:
     """Lines on what a user may not expect of a model: its padding, weights, batch statistics."""
     notes = weight_notes(config)
-    if config.trim_texts and not towers.lengths:
+    if config.trim_texts and "text" not in towers.lengths:
         notes.append(f"texts keep their padding: features of {config.model} may depend on it")
     # OpenCLIP's trainer starts such a tower with the weights that its name stands for.
     text: Any = getattr(towers.module, "text", None)
@@ -175,6 +175,8 @@ def weight_notes(config: TrainConfig) -> list[str]:
     """A line on the learning rate of a model that starts with weights, unless it was chosen."""
     source = config.model if config.pretrained is None else f"--pretrained {config.pretrained}"
     trained = names.is_trained(config.model) or config.pretrained is not None
+    if not trained and config.model.startswith(names.OPENCLIP):
+        return [f"{config.model} has no weights: they start random"]
     if not trained or config.lock_image or config.lock_text:
         return []
     if config.lr == TrainConfig.lr:
@@ -185,8 +187,16 @@ def weight_notes(config: TrainConfig) -> list[str]:
     return []
 
 
-def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], torch.Tensor]:
+def train_transform(config: TrainConfig, towers: Towers) -> Callable[[Any], Any]:
     """The transform of first inputs in training, with the requested resize."""
+    transform = towers.train_transform
+    if config.decode == "late" and (
+        hasattr(transform, "collate") or hasattr(transform, "from_bytes")
+    ):
+        raise UsageError(
+            f"--decode late: {config.model} takes inputs of different lengths, which are sorted by "
+            "length before they are encoded, or sounds; expected early"
+        )
     if config.image_resize == "pillow":
         return towers.train_transform
     try:

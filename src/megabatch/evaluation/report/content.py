@@ -8,6 +8,7 @@ answers that score highest.
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from megabatch.data.images import decoded
+from megabatch.data.pairs import BadSample
 from megabatch.evaluation.run_folder import write_atomically
 from megabatch.evaluation.table import WAYS
 from megabatch.evaluation.tasks import Matched
@@ -86,12 +89,15 @@ def _examples(task: Matched, side: int, query: Entry, answer: Entry) -> list[dic
 
 
 def _image(task: Matched, position: int) -> dict[str, Any]:
-    """A first element as an entry: a text, or an image with the first of its right texts."""
+    """A first element as an entry: a text, or an image (or sound) with the first of its texts."""
     first = task.samples[task.indices[position]].image
     if isinstance(first, str):
         return {"text": first[:_LONGEST], "picture": None}
     text = task.texts[int(task.answers.there.of_row(position)[0])]
-    return {"text": text[:_LONGEST], "picture": encode(first)}
+    picture = None
+    with contextlib.suppress(BadSample):  # not of a sound
+        picture = encode(decoded(first))
+    return {"text": text[:_LONGEST], "picture": picture}
 
 
 def _text(task: Matched, position: int) -> dict[str, Any]:
