@@ -159,6 +159,16 @@ def _write_model(
     write_json(folder / "config_sentence_transformers.json", settings)
 
 
+def set_prompts(folder: Path, prompts: Mapping[str, str]) -> None:
+    """Give models of sentence-transformers prompts, for its `encode_query` and `encode_document`.
+
+    MTEB uses them, too.
+    """
+    for file in folder.rglob("config_sentence_transformers.json"):
+        settings = json.loads(file.read_text(encoding="utf-8"))
+        write_json(file, {**settings, "prompts": prompts})
+
+
 def _write_modules(types: Mapping[str, str], folder: Path) -> None:
     """List the modules and make their folders, `1_Pooling` and so on; the first one has none."""
     listed = []

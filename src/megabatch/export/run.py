@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import hugging_face, openclip
+from megabatch.export.card import write_card
 from megabatch.files import new_folder
 from megabatch.imports import named_extras
 from megabatch.models import Towers
@@ -31,6 +32,10 @@ def export_run(
     output: str | Path,
     weights: Literal["final", "ema"] = "final",
     trust: bool = False,
+    license: str = "unknown",
+    query_prompt: str | None = None,
+    document_prompt: str | None = None,
+    repo: str | None = None,
 ) -> list[str]:
     """Write a run's model as a folder that another library loads, with the same embeddings.
 
@@ -41,6 +46,10 @@ def export_run(
         output: the folder to create, which appears when it is complete.
         weights: the trained ones, or "ema", their moving average.
         trust: whether the run's `model` may be code to run (`module:function`).
+        license: the hub's name of the model's license, for the model card.
+        query_prompt, document_prompt: for sentence-transformers: with which each query or document
+            of the training data begins.
+        repo: "NAME/REPO" of the hub, from where the model card loads the model.
 
     Returns:
         Sentences on differences that a user of the folder must know, if there are any.
@@ -50,21 +59,32 @@ def export_run(
             is not an empty folder, or cannot be written.
     """
     output = Path(output)
+    prompts = {"query": query_prompt, "document": document_prompt}
+    for side, prompt in prompts.items():
+        if prompt is not None and to != "sentence-transformers":
+            raise UsageError(f"--{side}-prompt: expected with --to sentence-transformers, got {to}")
     with new_folder(output) as folder:
         opened = open_run(Path(run), ema=weights == "ema", trust=trust)
         opened.towers.module.eval()
-        write = _writer(opened.towers, to)
+        kind, write = _writer(opened.towers, to)
         try:
-            return write(opened, folder)
+            notes = write(opened, folder)
+            hugging_face.set_prompts(folder, {k: v for k, v in prompts.items() if v is not None})
+            name = repo or output.resolve().name
+            return [*notes, *write_card(folder, opened, to, name, kind, license, notes)]
         except SafetensorError as error:  # a full disk, say
             raise UsageError(f"cannot write {output}: {one_line(error, 200)}") from error
 
 
-def _writer(towers: Towers, to: str) -> Writer:
-    """The function that writes this model for a library; UsageError if the library has no such."""
+def _writer(towers: Towers, to: str) -> tuple[str, Writer]:
+    """The model's kind, and the function that writes it for a library.
+
+    Raises:
+        UsageError: the library has no such models.
+    """
     kind, writers = _writers(towers)
     if to in writers:
-        return writers[to]
+        return kind, writers[to]
     instead = f"expected --to {' or '.join(writers)}"
     if not writers:
         instead = f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"

@@ -1,0 +1,136 @@
+"""Model cards: what they say of a run, and what the hub reads."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import ModelCard
+
+from megabatch.config.file import load_config, parse
+from megabatch.export import export_run
+from tests.export.runs import write_run
+from tests.models.tiny import TINY
+from tests.models.tiny_bert import save_tiny_bert
+
+SOURCES = "shards/{0..9}.tar::/home/me/a.csv::pipe:curl secret::https://key@host/b.tar?key=secret"
+
+
+def card(run: Path, to: str, **settings: Any) -> tuple[ModelCard, list[str]]:
+    output = run.with_name(f"{run.name}-{to}")
+    notes = export_run(run, to=to, output=output, **settings)
+    return ModelCard.load(output / "README.md"), notes
+
+
+def log(run: Path, *steps: int) -> None:
+    """The log of a run of 10 batches of 64 in an epoch."""
+    rows = [{"step": step, "samples": 64 * step, "epoch": step / 10} for step in steps]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def evaluation(run: Path, **about: Any) -> None:
+    """An evaluation of the weights, which has two protocols."""
+    both = {
+        f"{way}/{name}": 0.123456789
+        for way in ("image_to_text", "text_to_image")
+        for name in ("recall@1", "recall@5", "recall@10", "median_rank", "queries")
+    }
+    entry = {"first": "image", "images": 3, "model": both, "chance": both}
+    accuracy = dict.fromkeys(("top1", "top5", "mean_per_class_recall"), 0.5)
+    classes = {"title": "digits", "classes": 9, "model": accuracy, "chance": accuracy, "protocol": "of classes"}
+    content = {
+        "run": {"weights": "model.safetensors", "step": None, **about},
+        "retrieval": {"pairs": {"title": "/home/me/v.csv", "texts": 2, "protocol": "R", **entry}},
+        "zero_shot": {"classes": {**entry, **classes}},
+    }
+    (run / "evaluation.json").write_text(json.dumps(content))
+
+
+def test_a_card_has_data_settings_figures_and_license(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, TINY, train_data=SOURCES, global_batch_size=64, lr=5e-4, trim_texts=False)
+    log(run, 10, 15, 25)
+    evaluation(run)
+    (run / "checkpoints").mkdir()
+    found, notes = card(run, "openclip", license="mit")
+    assert notes == []
+    data = found.data.to_dict()
+    assert (data["library_name"], data["license"]) == ("open_clip", "mit")
+    assert data["pipeline_tag"] == "zero-shot-image-classification"
+    results = {(r.dataset_name, r.metric_type): r for r in found.data.eval_results or ()}
+    assert len(results) == 4 + 4 + 3
+    recall = results["v.csv, image → text: 0 among 2", "recall@5"]
+    assert (recall.task_type, recall.metric_value) == ("image-text-retrieval", 0.123457)
+    for text in (
+        "\nmodel, _, transform = open_clip.create_model_and_transforms('local-dir:run-openclip')\n",
+        "Data: `shards/{0..9}.tar::a.csv::pipe:...::b.tar`, 640 pairs in an epoch. "
+        "Samples seen: 1,600, in 25 steps.\n",
+        "| `--lr` | 0.0005 |\n",
+        "| model | 12.35% | 12.35% | 12.35% | 0.1 |\n",
+        "- Protocol: R.\n- Protocol: of classes.\n",
+        "## License\n\nmit\n",
+    ):
+        assert text in found.text, text
+    assert "secret" not in found.content
+    assert "/home/me" not in found.content
+
+
+def test_the_command_of_a_card_is_that_of_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(
+        run, TINY, train_data="a b.csv", matryoshka_dims=(8, 16), trim_texts=False, epochs=3
+    )
+    found, _ = card(run, "openclip")
+    command = found.text.partition("```bash\n")[2].partition("```")[0].replace("\\\n", "")
+    own = load_config(run / "config.toml")
+    assert parse([*shlex.split(command)[2:], "--output", str(own.output)]) == own
+
+
+def test_figures_are_of_the_exported_weights(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, TINY)
+    for about in ({"step": 3}, {"weights": "model-ema.safetensors"}):
+        evaluation(run, **about)
+        found, [note] = card(run, "openclip")
+        assert note.startswith("the model card has no figures: ")
+        assert found.data.eval_results is None
+        assert "There are no figures of these weights." in found.text
+        (tmp_path / "run-openclip").rename(tmp_path / about.popitem()[0])
+
+
+def test_a_checkpoints_card_has_its_own_figures_and_samples(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, TINY, global_batch_size=64)
+    log(run, 10, 20)
+    checkpoint = run / "checkpoints/step-00000010"
+    checkpoint.mkdir(parents=True)
+    (run / "model.safetensors").rename(checkpoint / "model.safetensors")
+    evaluation(checkpoint, step=10)
+    found, notes = card(run, "huggingface")
+    assert not [note for note in notes if "figures" in note]
+    assert found.data.eval_results
+    assert "Samples seen: 640, in 10 steps" in found.text
+    assert found.data.to_dict()["library_name"] == "transformers"
+
+
+@pytest.mark.parametrize(
+    ("settings", "to", "library", "pipeline", "tag"),
+    [
+        ({}, "sentence-transformers", "SentenceTransformer", "sentence-similarity", "dense"),
+        ({"loss": "maxsim"}, "sentence-transformers", "MultiVectorEncoder", "feature-ex", "colbert"),
+        ({}, "huggingface", "AutoModel", "feature-extraction", "megabatch"),
+    ],
+)
+def test_retrievers(
+    tmp_path: Path, settings: dict[str, Any], to: str, library: str, pipeline: str, tag: str
+) -> None:
+    write_run(tmp_path / "run", f"hf:{save_tiny_bert(tmp_path / 'bert')}", **settings)
+    found, _ = card(tmp_path / "run", to, repo="someone/model")
+    assert f"{library}('someone/model')" in found.text or f"{library}.from_pretrained(" in found.text
+    assert str(found.data.pipeline_tag).startswith(pipeline)
+    assert tag in (found.data.tags or ())
+    assert "`hf:bert`" in found.text
+    assert str(tmp_path) not in found.content
