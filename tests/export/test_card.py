@@ -40,7 +40,13 @@ def evaluation(run: Path, **about: Any) -> None:
     }
     entry = {"first": "image", "images": 3, "model": both, "chance": both}
     accuracy = dict.fromkeys(("top1", "top5", "mean_per_class_recall"), 0.5)
-    classes = {"title": "digits", "classes": 9, "model": accuracy, "chance": accuracy, "protocol": "of classes"}
+    classes = {
+        "title": "digits",
+        "classes": 9,
+        "model": accuracy,
+        "chance": accuracy,
+        "protocol": "of classes",
+    }
     content = {
         "run": {"weights": "model.safetensors", "step": None, **about},
         "retrieval": {"pairs": {"title": "/home/me/v.csv", "texts": 2, "protocol": "R", **entry}},
@@ -80,9 +86,7 @@ def test_a_card_has_data_settings_figures_and_license(tmp_path: Path) -> None:
 
 def test_the_command_of_a_card_is_that_of_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    write_run(
-        run, TINY, train_data="a b.csv", matryoshka_dims=(8, 16), trim_texts=False, epochs=3
-    )
+    write_run(run, TINY, train_data="a b.csv", matryoshka_dims=(8, 16), trim_texts=False, epochs=3)
     found, _ = card(run, "openclip")
     command = found.text.partition("```bash\n")[2].partition("```")[0].replace("\\\n", "")
     own = load_config(run / "config.toml")
@@ -120,7 +124,13 @@ def test_a_checkpoints_card_has_its_own_figures_and_samples(tmp_path: Path) -> N
     ("settings", "to", "library", "pipeline", "tag"),
     [
         ({}, "sentence-transformers", "SentenceTransformer", "sentence-similarity", "dense"),
-        ({"loss": "maxsim"}, "sentence-transformers", "MultiVectorEncoder", "feature-ex", "colbert"),
+        (
+            {"loss": "maxsim"},
+            "sentence-transformers",
+            "MultiVectorEncoder",
+            "feature-ex",
+            "colbert",
+        ),
         ({}, "huggingface", "AutoModel", "feature-extraction", "megabatch"),
     ],
 )
@@ -129,7 +139,9 @@ def test_retrievers(
 ) -> None:
     write_run(tmp_path / "run", f"hf:{save_tiny_bert(tmp_path / 'bert')}", **settings)
     found, _ = card(tmp_path / "run", to, repo="someone/model")
-    assert f"{library}('someone/model')" in found.text or f"{library}.from_pretrained(" in found.text
+    assert (
+        f"{library}('someone/model')" in found.text or f"{library}.from_pretrained(" in found.text
+    )
     assert str(found.data.pipeline_tag).startswith(pipeline)
     assert tag in (found.data.tags or ())
     assert "`hf:bert`" in found.text
