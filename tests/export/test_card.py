@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from megabatch.config.file import load_config, parse
+from megabatch.config.settings import TrainConfig
 from megabatch.export import export_run
 from tests.export.runs import write_run
 from tests.models.tiny import TINY
@@ -84,12 +86,17 @@ def test_a_card_has_data_settings_figures_and_license(tmp_path: Path) -> None:
     assert "/home/me" not in found.content
 
 
-def test_the_command_of_a_card_is_that_of_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    write_run(run, TINY, train_data="a b.csv", matryoshka_dims=(8, 16), trim_texts=False, epochs=3)
-    found, _ = card(run, "openclip")
+def test_the_command_of_a_card_is_that_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, model = tmp_path / "run", f"hf:{save_tiny_bert(tmp_path / 'bert')}"
+    settings: dict[str, Any] = {"matryoshka_dims": (8, 16), "trim_texts": False, "epochs": 3}
+    # With this rate, which is the default only without pretrained weights.
+    write_run(run, model, train_data="a b.csv", lr=TrainConfig.lr, **settings)
+    monkeypatch.chdir(tmp_path)
+    found, _ = card(run, "sentence-transformers")
     command = found.text.partition("```bash\n")[2].partition("```")[0].replace("\\\n", "")
-    own = load_config(run / "config.toml")
+    own = dataclasses.replace(load_config(run / "config.toml"), model="hf:bert")
     assert parse([*shlex.split(command)[2:], "--output", str(own.output)]) == own
 
 

@@ -85,7 +85,7 @@ class RetrievalTask:
         )
         entry = {
             **_about(self.title, self.samples, images),
-            "protocol": f"{rule}; of several right answers the best-ranked one counts",
+            "protocol": f"{rule}; the best-ranked right answer counts",
             "texts": len(texts),
             "model": model,
             "chance": chance,

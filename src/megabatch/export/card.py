@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from megabatch import __version__
-from megabatch.config.file import COMMAND, to_dict
+from megabatch.config.file import COMMAND, FINE_TUNING, to_dict
 from megabatch.config.settings import TrainConfig
 from megabatch.evaluation.run_folder import Opened, read_metrics
 from megabatch.evaluation.table import ACCURACY, cell, entries_of, groups
@@ -129,11 +129,11 @@ def _seen(opened: Opened) -> dict[str, int | None]:
 
 
 def _options(config: Mapping[str, Any]) -> Iterator[str]:
-    """The words of the command that trained: settings with another value than the default."""
+    """The words of the command that trained: settings whose value is no default."""
     yield "megabatch train"
     default = to_dict(TrainConfig())
     for key, value in config.items():
-        if value == default.get(key) or key == "output":
+        if key == "output" or (value == default.get(key) and key not in FINE_TUNING):
             continue
         if isinstance(value, bool):
             yield option(key if value else f"no_{key}")
