@@ -68,8 +68,9 @@ def main(argv: list[str]) -> int:
     for note in notes:
         print(f"note: {note}")
     if repo is not None:
-        again = f"hf upload {repo} {quote(str(options.output))}{' --private' * private}"
-        print(f"uploading to {repo}; if that is interrupted: {again}", flush=True)
+        call = f"push_to_hub({str(options.output)!r}, {repo!r}{', private=True' * private})"
+        again = quote(f"from megabatch.export import push_to_hub; {call}")
+        print(f"uploading to {repo}; if that is interrupted: python -c {again}", flush=True)
         for note in hub.push_to_hub(options.output, repo, private=private):
             print(f"note: {note}")
     return 0
