@@ -179,7 +179,6 @@ def test_mistakes_are_told_before_the_run_is_read(
         "--private": "--private: expected with --push-to-hub",
         "--push-to-hub model": "--push-to-hub model: expected NAME/REPO",
         f"--push-to-hub {REPO}": "no token of the hub; hf auth login, or set HF_TOKEN",
-        "--query-prompt q": "--query-prompt: expected with --to sentence-transformers",
     }
     for given, message in cases.items():
         assert main([*words, *given.split()]) == 2

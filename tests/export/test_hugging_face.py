@@ -20,6 +20,7 @@ from tests.export.runs import (
     change_json,
     pictures,
     reports,
+    set_prefixes,
     transformers_model,
     write_run,
 )
@@ -87,6 +88,7 @@ def test_both_libraries_give_the_runs_embeddings(
     # The run's weights are float32, though the folder has less.
     transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
     towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
+    set_prefixes(tmp_path / "run", query_prefix="a b ::c ", caption_prefix="d ")
     _, expected = ours(towers)
     assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
     [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "encoder")
@@ -102,6 +104,8 @@ def test_both_libraries_give_the_runs_embeddings(
     assert_near(torch.tensor(model.encode(TEXTS)), expected)
     for text, one in zip(TEXTS, expected, strict=True):  # without any padding
         assert_near(torch.tensor(model.encode(text)), one)
+    assert_near(model.encode_query("c"), model.encode("a b c"))
+    assert_near(model.encode_document("c"), model.encode("d c"))
     assert (model.similarity_fn_name, model.max_seq_length) == ("cosine", 6)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "encoder")
     inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")

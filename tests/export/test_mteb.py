@@ -10,7 +10,7 @@ import pytest
 
 from megabatch.evaluation import evaluate_run
 from megabatch.export import export_run
-from tests.export.runs import write_run
+from tests.export.runs import set_prefixes, write_run
 from tests.models.tiny_bert import save_tiny_bert
 
 mteb: Any = pytest.importorskip("mteb", minversion="2", reason="mteb 2 is not installed")
@@ -54,19 +54,21 @@ def task() -> Any:
 def test_mteb_finds_the_recall_of_megabatch_eval_with_the_runs_prompts(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    prompts = {"query_prompt": "a h ", "document_prompt": "b "}
+    prompts = {"query_prefix": "a h ", "caption_prefix": "b "}
     with (tmp_path / "pairs.csv").open("w", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(("query", "text"))
         for pair in zip(QUERIES, DOCUMENTS, strict=True):
             rows.writerow(p + t for p, t in zip(prompts.values(), pair, strict=True))
-    write_run(tmp_path / "run", f"hf:{save_tiny_bert(tmp_path / 'bert')}", **settings)
-    export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out", **prompts)
+    run = tmp_path / "run"
+    write_run(run, f"hf:{save_tiny_bert(tmp_path / 'bert')}", **settings)
+    ours = evaluate_run(run, val_data=str(tmp_path / "pairs.csv"))
+    set_prefixes(run, **prompts)
+    export_run(run, to="sentence-transformers", output=tmp_path / "out")
     library = "MultiVectorEncoder" if settings else "SentenceTransformer"
     model = getattr(sentence_transformers, library)(str(tmp_path / "out"), device="cpu")
     results = mteb.evaluate(model, [task()], cache=None)
     [scores] = results.task_results[0].scores["test"]
-    ours = evaluate_run(tmp_path / "run", val_data=str(tmp_path / "pairs.csv"))
     for k in (1, 5, 10):
         recall = ours["retrieval"]["pairs"]["model"][f"image_to_text/recall@{k}"]
         assert scores[f"recall_at_{k}"] == pytest.approx(recall, abs=1e-5)

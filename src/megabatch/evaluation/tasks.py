@@ -78,14 +78,14 @@ class RetrievalTask:
     def score(self, encoder: Encoder) -> tuple[str, dict[str, Any], Matched]:
         """Rank images and texts against each other: figures such as `image_to_text/recall@1`."""
         images = encoder.embed(self.samples, self.title)
-        texts, answers, rule = self._match(images.targets, encoder.device)
+        texts, answers, among = self._match(images.targets, encoder.device)
         features = images.features, encoder.texts(texts)
         model, chance = figures_and_chance(
             *features, answers, ks=KS, group=encoder.group, ways=WAYS
         )
         entry = {
             **_about(self.title, self.samples, images),
-            "protocol": f"{rule}; the best-ranked right answer counts",
+            "protocol": f"recall@k of the best-ranked right answer over all {among}",
             "texts": len(texts),
             "model": model,
             "chance": chance,
@@ -94,7 +94,7 @@ class RetrievalTask:
         return "retrieval", entry, Matched(self.title, self.samples, *matched)
 
     def _match(self, captions: list[list[str]], device: str) -> tuple[list[str], Answers, str]:
-        """The candidate texts, the right answers of images or first texts, and this in words.
+        """The candidate texts, the right answers of images or first texts, and what is a candidate.
 
         Of two texts each second one is a candidate once, and right for all first ones that have it.
 
@@ -109,17 +109,17 @@ class RetrievalTask:
         several = any(len(set(of_image)) > 1 for of_image in captions)
         if several and self.candidates is None and not of_texts:
             answers = answers_by_ids(torch.arange(len(captions), device=device), rows)
-            return all_texts, answers, "recall@k over all captions, each right for its own image"
+            return all_texts, answers, "captions, each of one image"
         texts = self.candidates or list(dict.fromkeys(all_texts))
         index = {text: i for i, text in enumerate(texts)}
         columns = torch.tensor([index[text] for text in all_texts], device=device)
         if of_texts:
             answers = answers_by_pairs(rows, columns, len(captions), len(texts))
-            return texts, answers, "recall@k over all second texts, equal ones count as one"
+            return texts, answers, "second texts, equal ones as one"
         first = counts.cumsum(0) - counts
         answers = answers_by_ids(columns[first], torch.arange(len(texts), device=device))
         of = "captions" if self.candidates is None else "names"
-        return texts, answers, f"recall@k over all {of}, equal ones count as one"
+        return texts, answers, f"{of}, equal ones as one"
 
 
 def glyph_tasks(glyphs: GlyphSet) -> list[RetrievalTask]:
@@ -152,7 +152,7 @@ class ClassTask:
         chances = [min(1.0, k / n_classes) for k in TOPS] + [1 / n_classes]
         entry = {
             **_about(self.title, self.samples, images),
-            "protocol": "zero-shot classification by the mean text feature of a class's prompts",
+            "protocol": "zero-shot by the mean text feature of each class's prompts",
             "classes": n_classes,
             "prompts": str(self.prompts),
             "model": accuracy(images.features, classes, labels, encoder.group),

@@ -36,11 +36,6 @@ class Export:
     """Allow the configuration of RUN to name code to run: a model of the form module:function."""
     license: str = "unknown"
     """License of the model for its model card, as the hub names it: apache-2.0, mit, other ..."""
-    query_prompt: str | None = None
-    """With --to sentence-transformers: how each query of the training data begins, such as
-    "query: ", which encode_query and MTEB put before queries."""
-    document_prompt: str | None = None
-    """The same of documents, such as "passage: "."""
     push_to_hub: str | None = None
     """NAME/REPO of the Hugging Face hub to upload the folder to; needs a token (hf auth login)."""
     private: bool = False

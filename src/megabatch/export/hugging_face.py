@@ -128,24 +128,38 @@ def write_sentence_model(opened: Opened, folder: Path) -> list[str]:
     pair: Any = opened.towers.module
     tokenizer: Any = opened.towers.tokenizer
     notes = _differences(opened)
+    prompts = _prompts(opened.config)
     if pair.text is None:
-        _write_model(pair.visual, tokenizer, folder)
+        _write_model(pair.visual, tokenizer, prompts, folder)
         return notes
     for side, encoder in (("query", pair.visual), ("document", pair.text)):
         (folder / side).mkdir()
-        _write_model(encoder, tokenizer, folder / side)
+        _write_model(encoder, tokenizer, prompts, folder / side)
     return [*notes, "there are two models, in its folders query and document: load each of them"]
 
 
+def _prompts(config: Mapping[str, Any]) -> dict[str, str]:
+    """What the run put before texts (of its first source), for encode_query and encode_document.
+
+    MTEB puts it there, too.
+    """
+    sides = {"query": "query_prefix", "document": "caption_prefix"}
+    prefixes = {side: config.get(key, "").split("::")[0] for side, key in sides.items()}
+    return {side: prefix for side, prefix in prefixes.items() if prefix}
+
+
 def _write_model(
-    encoder: TextEncoder | TokenEncoder, tokenizer: FolderTokenizer, folder: Path
+    encoder: TextEncoder | TokenEncoder,
+    tokenizer: FolderTokenizer,
+    prompts: Mapping[str, str],
+    folder: Path,
 ) -> None:
     _save_encoder(encoder, tokenizer, folder)
     settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
     if left_out := _without_pooler(encoder):
         settings["model_args"] = left_out
     write_json(folder / "sentence_bert_config.json", settings)
-    settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     if isinstance(encoder, TokenEncoder):
         _write_modules(_OF_TOKENS, folder)
         _write_token_settings(encoder, folder)
@@ -157,16 +171,6 @@ def _write_model(
         pooling = {"word_embedding_dimension": int(model.config.hidden_size), **modes}
         write_json(folder / "1_Pooling" / "config.json", pooling)
     write_json(folder / "config_sentence_transformers.json", settings)
-
-
-def set_prompts(folder: Path, prompts: Mapping[str, str]) -> None:
-    """Give models of sentence-transformers prompts, for its `encode_query` and `encode_document`.
-
-    MTEB uses them, too.
-    """
-    for file in folder.rglob("config_sentence_transformers.json"):
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        write_json(file, {**settings, "prompts": prompts})
 
 
 def _write_modules(types: Mapping[str, str], folder: Path) -> None:

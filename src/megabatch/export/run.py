@@ -33,8 +33,6 @@ def export_run(
     weights: Literal["final", "ema"] = "final",
     trust: bool = False,
     license: str = "unknown",
-    query_prompt: str | None = None,
-    document_prompt: str | None = None,
     repo: str | None = None,
 ) -> list[str]:
     """Write a run's model as a folder that another library loads, with the same embeddings.
@@ -47,8 +45,6 @@ def export_run(
         weights: the trained ones, or "ema", their moving average.
         trust: whether the run's `model` may be code to run (`module:function`).
         license: the hub's name of the model's license, for the model card.
-        query_prompt, document_prompt: for sentence-transformers: with which each query or document
-            of the training data begins.
         repo: "NAME/REPO" of the hub, from where the model card loads the model.
 
     Returns:
@@ -59,17 +55,12 @@ def export_run(
             is not an empty folder, or cannot be written.
     """
     output = Path(output)
-    prompts = {"query": query_prompt, "document": document_prompt}
-    for side, prompt in prompts.items():
-        if prompt is not None and to != "sentence-transformers":
-            raise UsageError(f"--{side}-prompt: expected with --to sentence-transformers, got {to}")
     with new_folder(output) as folder:
         opened = open_run(Path(run), ema=weights == "ema", trust=trust)
         opened.towers.module.eval()
         kind, write = _writer(opened.towers, to)
         try:
             notes = write(opened, folder)
-            hugging_face.set_prompts(folder, {k: v for k, v in prompts.items() if v is not None})
             name = repo or output.resolve().name
             return [*notes, *write_card(folder, opened, to, name, kind, license, notes)]
         except SafetensorError as error:  # a full disk, say
