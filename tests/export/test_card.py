@@ -110,6 +110,9 @@ def test_figures_are_of_the_exported_weights(tmp_path: Path) -> None:
         assert found.data.eval_results is None
         assert "There are no figures of these weights." in found.text
         (tmp_path / "run-openclip").rename(tmp_path / about.popitem()[0])
+    (run / "evaluation.json").write_text("[]")
+    _, [note] = card(run, "openclip")
+    assert "evaluation.json is not as this version writes it" in note
 
 
 def test_a_checkpoints_card_has_its_own_figures_and_samples(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from megabatch import __version__
 from megabatch.config.file import COMMAND, FINE_TUNING, to_dict
 from megabatch.config.settings import TrainConfig
+from megabatch.errors import one_line
 from megabatch.evaluation.run_folder import Opened, read_metrics
-from megabatch.evaluation.table import ACCURACY, cell, entries_of, groups
+from megabatch.evaluation.table import ACCURACY, Group, cell, entries_of, groups
 from megabatch.options import option
 
 _LOADED_BY = {
@@ -32,8 +33,10 @@ _SHOWN = (
 _OF_FILES = ("model", "pretrained", "train_data", "val_data")
 
 
-def load_call(to: str, place: str, *, multi_vector: bool) -> str:
-    """The call by which a library loads a folder, or NAME/REPO with its own prefix."""
+def load_call(to: str, place: str, *, multi_vector: bool, on_hub: bool = False) -> str:
+    """The call by which a library loads a folder, or a repository of the hub."""
+    if to == "openclip":
+        place = f"{'hf-hub' if on_hub else 'local-dir'}:{place}"
     call = _LOADED_BY[to].format(place)
     return call.replace("SentenceTransformer", "MultiVectorEncoder") if multi_vector else call
 
@@ -48,8 +51,7 @@ def write_card(
         name: the model's; if it has the form NAME/REPO, it is loaded from there.
         kind: of the model, in words; license: the hub's name of one; notes: for its users.
     """
-    evaluation, problem = _evaluation(opened)
-    tables = groups(evaluation) if evaluation else []
+    evaluation, tables, problem = _evaluation(opened)
     metadata = _metadata(to, opened)
     task = "information-retrieval" if opened.towers.first == "text" else "image-text-retrieval"
     results = [
@@ -65,10 +67,10 @@ def write_card(
         for (column, metric), value in zip(table.columns.items(), table.rows["model"], strict=True)
     ]
     config = {k: _public(v) if k in _OF_FILES else v for k, v in opened.config.items()}
-    prefix = "" if to != "openclip" else "hf-hub:" if "/" in name else "local-dir:"
+    multi_vector, on_hub = opened.towers.multi_vector, "/" in name
     shown: dict[str, Any] = {
         **{"name": name, "kind": kind, "to": to, "notes": notes, "config": config, "cell": cell},
-        "call": load_call(to, prefix + name, multi_vector=opened.towers.multi_vector),
+        "call": load_call(to, name, multi_vector=multi_vector, on_hub=on_hub),
         "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
         **_seen(opened),
         "settings": {option(key): config[key] for key in _SHOWN if key in config},
@@ -97,23 +99,25 @@ def _metadata(to: str, opened: Opened) -> dict[str, Any]:
     return {"library_name": library, "pipeline_tag": pipeline, "tags": [*tags, "megabatch"]}
 
 
-def _evaluation(opened: Opened) -> tuple[dict[str, Any], list[str]]:
-    """The evaluation of these very weights; {}, and a sentence if the run has one of others."""
+def _evaluation(opened: Opened) -> tuple[dict[str, Any], list[Group], list[str]]:
+    """The evaluation of these very weights with its figures, and a sentence if there is another."""
     assert opened.weights is not None
     assert opened.folder is not None
-    problem = []
+    problem = ""
     for folder in dict.fromkeys((opened.weights.parent, opened.folder)):
         if not (path := folder / "evaluation.json").is_file():
             continue
-        evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        run = evaluation["run"]
-        if (run["weights"], run["step"]) == (opened.weights.name, opened.step):
-            for task in entries_of(evaluation):
-                task["title"] = _public(task["title"])
-            return evaluation, []
-        of = f"{run['weights']}, step {run['step']}"
-        problem = [f"the model card has no figures: {path} is of other weights ({of})"]
-    return {}, problem
+        try:
+            evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            weights, step = evaluation["run"]["weights"], evaluation["run"]["step"]
+            if (weights, step) == (opened.weights.name, opened.step):
+                for task in entries_of(evaluation):
+                    task["title"] = _public(task["title"])
+                return evaluation, groups(evaluation), []
+            problem = f"{path} is of other weights ({weights}, step {step})"
+        except (ValueError, LookupError, TypeError) as error:
+            problem = f"{path} is not as this version writes it ({one_line(error, 200)})"
+    return {}, [], [f"the model card has no figures: {problem}"] if problem else []
 
 
 def _seen(opened: Opened) -> dict[str, int | None]:

@@ -57,14 +57,13 @@ def main(argv: list[str]) -> int:
     if repo is not None:
         hub.check(repo)
     notes = export_run(**given, repo=repo)
-    place = f"local-dir:{options.output}" if options.to == "openclip" else str(options.output)
-    call = load_call(options.to, place, multi_vector=multi_vector)
+    call = load_call(options.to, str(options.output), multi_vector=multi_vector)
     print(f"{options.output}: load it with {call}")
     for note in notes:
         print(f"note: {note}")
     if repo is not None:
-        call = f"push_to_hub({str(options.output)!r}, {repo!r}{', private=True' * private})"
-        again = quote(f"from megabatch.export import push_to_hub; {call}")
+        upload = f"push_to_hub({str(options.output)!r}, {repo!r}{', private=True' * private})"
+        again = quote(f"from megabatch.export import push_to_hub; {upload}")
         print(f"uploading to {repo}; if that is interrupted: python -c {again}", flush=True)
         for note in hub.push_to_hub(options.output, repo, private=private):
             print(f"note: {note}")
