@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from rich.console import Console
 
 from megabatch import __version__
-from megabatch.config.file import COMMAND, FINE_TUNING, to_dict
+from megabatch.config.file import COMMAND, to_dict
 from megabatch.config.settings import TrainConfig
-from megabatch.errors import one_line
 from megabatch.evaluation.run_folder import Opened, read_metrics
-from megabatch.evaluation.table import ACCURACY, Group, cell, entries_of, groups
-from megabatch.options import option
+from megabatch.evaluation.table import ACCURACY, entries_of, groups, print_evaluation
+from megabatch.models.names import HUGGING_FACE, OPENCLIP
 
 _LOADED_BY = {
     "openclip": "open_clip.create_model_and_transforms('{}')",
@@ -25,12 +25,9 @@ _LOADED_BY = {
     "sentence-transformers": "sentence_transformers.SentenceTransformer('{}')",
 }
 _ZERO_SHOT = "zero-shot-image-classification"
-#: Settings that a card has in a table.
-_SHOWN = (
-    *("loss", "global_batch_size", "micro_batch_size", "opt", "lr", "lr_scheduler", "wd"),
-    *("precision", "seed"),
-)
 _OF_FILES = ("model", "pretrained", "train_data", "val_data")
+#: Settings that a card has whether or not they are the defaults, which may change.
+_SHOWN = ("loss", "global_batch_size", "micro_batch_size", "opt", "lr", "wd", "precision")
 
 
 def load_call(to: str, place: str, *, multi_vector: bool, on_hub: bool = False) -> str:
@@ -42,122 +39,71 @@ def load_call(to: str, place: str, *, multi_vector: bool, on_hub: bool = False) 
 
 
 def write_card(
-    folder: Path, opened: Opened, to: str, name: str, kind: str, license: str, notes: Sequence[str]
-) -> list[str]:
-    """Write README.md into an exported folder; returns a sentence if it lacks the run's figures.
+    folder: Path, opened: Opened, to: str, name: str, license: str, notes: Sequence[str]
+) -> None:
+    """Write README.md into a run's exported folder.
 
     Args:
-        folder, opened, to: the model's folder, its run, its library.
         name: the model's; if it has the form NAME/REPO, it is loaded from there.
-        kind: of the model, in words; license: the hub's name of one; notes: for its users.
+        license: the hub's name of one; notes: sentences for users of the model.
     """
-    evaluation, tables, problem = _evaluation(opened)
-    metadata = _metadata(to, opened)
-    task = "information-retrieval" if opened.towers.first == "text" else "image-text-retrieval"
-    results = [
-        EvalResult(
-            task_type=_ZERO_SHOT if table.columns is ACCURACY else task,
-            dataset_type=table.heading,  # results of equal types would become one
-            dataset_name=table.heading,
-            metric_type=metric,
-            metric_name=column,
-            metric_value=round(value, 6),
-        )
-        for table in tables
-        for (column, metric), value in zip(table.columns.items(), table.rows["model"], strict=True)
-    ]
+    assert opened.folder is not None
+    texts, multi_vector = opened.towers.first == "text", opened.towers.multi_vector
+    tasks = "information-retrieval" if texts else "image-text-retrieval", _ZERO_SHOT
+    pipeline = "feature-extraction" if texts else _ZERO_SHOT
+    tags = ["multi-vector" if multi_vector else "dense" if texts else "clip", "megabatch"]
+    if to == "sentence-transformers" and not multi_vector:
+        pipeline = "sentence-similarity"
+    evaluation = _evaluation(opened)
+    default = {**to_dict(TrainConfig()), "output": opened.config.get("output")}
+    console = Console(file=io.StringIO(), record=True, soft_wrap=True, markup=False, emoji=False)
+    print_evaluation(evaluation, console)
     config = {k: _public(v) if k in _OF_FILES else v for k, v in opened.config.items()}
-    multi_vector, on_hub = opened.towers.multi_vector, "/" in name
+    changed = {k: v for k, v in config.items() if v != default.get(k) or k in _SHOWN}
+    logged = read_metrics(opened.folder / "metrics.jsonl")
     shown: dict[str, Any] = {
-        **{"name": name, "kind": kind, "to": to, "notes": notes, "config": config, "cell": cell},
-        "call": load_call(to, name, multi_vector=multi_vector, on_hub=on_hub),
-        "parameters": sum(p.numel() for p in opened.towers.module.parameters()),
-        **_seen(opened),
-        "settings": {option(key): config[key] for key in _SHOWN if key in config},
-        "command": " \\\n    ".join(_options(config)),
-        "tables": tables,
-        "protocols": dict.fromkeys(task.get("protocol", "?") for task in entries_of(evaluation)),
+        "log": [r for r in logged if opened.step is None or r["step"] <= opened.step],
+        "settings": [f"{k} = {json.dumps(v, ensure_ascii=False)}" for k, v in changed.items()],
+        "call": load_call(to, name, multi_vector=multi_vector, on_hub="/" in name),
+        "figures": console.export_text(),
         "versions": f"megabatch {__version__}, torch {torch.__version__}",
+        **{"name": name, "to": to, "notes": notes, "config": config},
     }
-    data = ModelCardData(license=license, model_name=name, eval_results=results or None, **metadata)
+    data = ModelCardData(
+        license=license,
+        library_name={"openclip": "open_clip", "huggingface": "transformers"}.get(to, to),
+        pipeline_tag=pipeline,
+        tags=tags,
+        model_name=name,
+        eval_results=[
+            EvalResult(tasks[g.columns is ACCURACY], g.heading, g.heading, key, value)
+            for g in groups(evaluation)
+            for key, value in zip(g.columns.values(), g.rows["model"], strict=True)
+        ]
+        or None,
+    )
     card = ModelCard.from_template(data, str(Path(__file__).with_name("card.md")), **shown)
     card.save(folder / "README.md")
-    return problem
 
 
-def _metadata(to: str, opened: Opened) -> dict[str, Any]:
-    """The hub's name of the library, with the pipeline and tags that its own cards have."""
-    if to == "sentence-transformers":
-        tags = ["sentence-similarity", "feature-extraction", "dense"]
-        if opened.towers.multi_vector:
-            tags = ["feature-extraction", "multi-vector", "colbert", "late-interaction"]
-        library, pipeline = to, tags[0]
-        tags = [to, *tags]
-    else:
-        library, tags = ("open_clip", ["clip"]) if to == "openclip" else ("transformers", [])
-        pipeline = "feature-extraction" if opened.towers.first == "text" else _ZERO_SHOT
-    return {"library_name": library, "pipeline_tag": pipeline, "tags": [*tags, "megabatch"]}
-
-
-def _evaluation(opened: Opened) -> tuple[dict[str, Any], list[Group], list[str]]:
-    """The evaluation of these very weights with its figures, and a sentence if there is another."""
+def _evaluation(opened: Opened) -> dict[str, Any]:
+    """The evaluation of these very weights, with public names of its data, or one of no task."""
     assert opened.weights is not None
-    assert opened.folder is not None
-    problem = ""
-    for folder in dict.fromkeys((opened.weights.parent, opened.folder)):
-        if not (path := folder / "evaluation.json").is_file():
-            continue
-        try:
-            evaluation: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            weights, step = evaluation["run"]["weights"], evaluation["run"]["step"]
-            if (weights, step) == (opened.weights.name, opened.step):
-                for task in entries_of(evaluation):
-                    task["title"] = _public(task["title"])
-                return evaluation, groups(evaluation), []
-            problem = f"{path} is of other weights ({weights}, step {step})"
-        except (ValueError, LookupError, TypeError) as error:
-            problem = f"{path} is not as this version writes it ({one_line(error, 200)})"
-    return {}, [], [f"the model card has no figures: {problem}"] if problem else []
-
-
-def _seen(opened: Opened) -> dict[str, int | None]:
-    """Training steps, samples seen, and pairs in an epoch, as far as the run's log tells them."""
-    assert opened.folder is not None
-    logged = read_metrics(opened.folder / "metrics.jsonl")
-    past = [r for r in logged if opened.step is None or r["step"] <= opened.step]
-    last = past[-1] if past else {}
-    step = opened.step or last.get("step")
-    batch = opened.config.get("global_batch_size", 0)
-    epoch = round(last["samples"] / last["epoch"]) if last.get("epoch") else None
-    return {"steps": step, "samples": step and step * batch, "pairs": epoch}
-
-
-def _options(config: Mapping[str, Any]) -> Iterator[str]:
-    """The words of the command that trained: settings whose value is no default."""
-    yield "megabatch train"
-    default = to_dict(TrainConfig())
-    for key, value in config.items():
-        if key == "output" or (value == default.get(key) and key not in FINE_TUNING):
-            continue
-        if isinstance(value, bool):
-            yield option(key if value else f"no_{key}")
-        else:
-            values = value if isinstance(value, list) else [value]
-            yield f"{option(key)} {shlex.join(map(str, values))}"
+    path = opened.weights.with_name("evaluation.json")
+    found: dict[str, Any] = json.loads(path.read_text("utf-8")) if path.is_file() else {"run": {}}
+    run = found["run"]
+    if (run.get("weights"), run.get("step")) != (opened.weights.name, opened.step):
+        return {"retrieval": {}, "zero_shot": {}}
+    for task in entries_of(found):
+        task["title"] = _public(task["title"])
+    return found
 
 
 def _public(sources: str) -> str:
-    """Sources without what is nobody's business: folders of a machine, hosts, keys, commands."""
+    """The last parts of sources: no folders of a machine, hosts, keys or commands."""
     shown = []
     for source in sources.split("::"):
-        kind, colon, place = (
-            source.partition(":") if source.startswith(("hf:", "local-dir:")) else ("", "", source)
-        )
-        if place.startswith(COMMAND):
-            place = f"{COMMAND}..."
-        elif "://" in place:
-            place = PurePath(place.partition("?")[0]).name
-        elif place.startswith(("/", "~")):
-            place = PurePath(place).name
-        shown.append(f"{kind}{colon}{place}")
+        kind = next((k for k in (HUGGING_FACE, OPENCLIP) if source.startswith(k)), "")
+        place = PurePath(source.removeprefix(kind).partition("?")[0]).name
+        shown.append(f"{COMMAND}..." if source.startswith(COMMAND) else f"{kind}{place}")
     return "::".join(shown)

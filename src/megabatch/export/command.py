@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from shlex import quote
 from typing import Literal
 
 from pydantic.dataclasses import dataclass
@@ -62,9 +61,8 @@ def main(argv: list[str]) -> int:
     for note in notes:
         print(f"note: {note}")
     if repo is not None:
-        upload = f"push_to_hub({str(options.output)!r}, {repo!r}{', private=True' * private})"
-        again = quote(f"from megabatch.export import push_to_hub; {upload}")
-        print(f"uploading to {repo}; if that is interrupted: python -c {again}", flush=True)
+        again = f"push_to_hub({str(options.output)!r}, {repo!r}, private={private})"
+        print(f"uploading to {repo}; if that is interrupted: megabatch.export.{again}", flush=True)
         for note in hub.push_to_hub(options.output, repo, private=private):
             print(f"note: {note}")
     return 0

@@ -58,24 +58,20 @@ def export_run(
     with new_folder(output) as folder:
         opened = open_run(Path(run), ema=weights == "ema", trust=trust)
         opened.towers.module.eval()
-        kind, write = _writer(opened.towers, to)
+        write = _writer(opened.towers, to)
         try:
             notes = write(opened, folder)
-            name = repo or output.resolve().name
-            return [*notes, *write_card(folder, opened, to, name, kind, license, notes)]
+            write_card(folder, opened, to, repo or output.resolve().name, license, notes)
+            return notes
         except SafetensorError as error:  # a full disk, say
             raise UsageError(f"cannot write {output}: {one_line(error, 200)}") from error
 
 
-def _writer(towers: Towers, to: str) -> tuple[str, Writer]:
-    """The model's kind, and the function that writes it for a library.
-
-    Raises:
-        UsageError: the library has no such models.
-    """
+def _writer(towers: Towers, to: str) -> Writer:
+    """The function that writes this model for a library; UsageError if the library has no such."""
     kind, writers = _writers(towers)
     if to in writers:
-        return kind, writers[to]
+        return writers[to]
     instead = f"expected --to {' or '.join(writers)}"
     if not writers:
         instead = f"megabatch.models.create({towers.name!r}, pretrained=RUN) loads it"
