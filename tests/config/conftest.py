@@ -1,5 +1,5 @@
 """Runs of a second, as the trainer's tests have them."""
 
-from tests.training.conftest import one_thread, make_config, pictures
+from tests.training.conftest import make_config, one_thread, pictures
 
-__all__ = ["one_thread", "make_config", "pictures"]
+__all__ = ["make_config", "one_thread", "pictures"]

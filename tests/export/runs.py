@@ -73,11 +73,3 @@ def pictures() -> list[Image.Image]:
 def change_json(path: Path, **values: Any) -> None:
     """Set some values in a file."""
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
-
-
-def set_prefixes(run: Path, **prefixes: str) -> None:
-    """Change a run's prefixes of texts, `query_prefix` and `caption_prefix`."""
-    lines = (run / "config.toml").read_text("utf-8").splitlines()
-    kept = [line for line in lines if line.strip("# ").split(" ")[0] not in prefixes]
-    kept += [f"{name} = {json.dumps(prefix)}" for name, prefix in prefixes.items()]
-    (run / "config.toml").write_text("\n".join(kept) + "\n", "utf-8")

@@ -20,7 +20,6 @@ from tests.export.runs import (
     change_json,
     pictures,
     reports,
-    set_prefixes,
     transformers_model,
     write_run,
 )
@@ -85,10 +84,10 @@ def test_both_libraries_give_the_runs_embeddings(
     bert: Path, tmp_path: Path, pooling: Any, told: str
 ) -> None:
     settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
+    settings |= {"query_prefix": "a b ::c ", "caption_prefix": "d "}
     # The run's weights are float32, though the folder has less.
     transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
     towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
-    set_prefixes(tmp_path / "run", query_prefix="a b ::c ", caption_prefix="d ")
     _, expected = ours(towers)
     assert export_run(tmp_path / "run", to="sentence-transformers", output=tmp_path / "out") == []
     [note] = export_run(tmp_path / "run", to="huggingface", output=tmp_path / "encoder")

@@ -10,7 +10,7 @@ import pytest
 
 from megabatch.evaluation import evaluate_run
 from megabatch.export import export_run
-from tests.export.runs import set_prefixes, write_run
+from tests.export.runs import write_run
 from tests.models.tiny_bert import save_tiny_bert
 
 mteb: Any = pytest.importorskip("mteb", minversion="2", reason="mteb 2 is not installed")
@@ -51,19 +51,14 @@ def task() -> Any:
 
 
 @pytest.mark.parametrize("settings", [{}, {"loss": "maxsim"}])
-def test_mteb_finds_the_recall_of_megabatch_eval_with_the_runs_prompts(
+def test_mteb_finds_the_recall_of_megabatch_eval_with_the_runs_prefixes(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
-    prompts = {"query_prefix": "a h ", "caption_prefix": "b "}
     with (tmp_path / "pairs.csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(("query", "text"))
-        for pair in zip(QUERIES, DOCUMENTS, strict=True):
-            rows.writerow(p + t for p, t in zip(prompts.values(), pair, strict=True))
-    run = tmp_path / "run"
-    write_run(run, f"hf:{save_tiny_bert(tmp_path / 'bert')}", **settings)
+        csv.writer(file).writerows([("query", "text"), *zip(QUERIES, DOCUMENTS, strict=True)])
+    run, bert = tmp_path / "run", save_tiny_bert(tmp_path / "bert")
+    write_run(run, f"hf:{bert}", query_prefix="a h ", caption_prefix="b ", **settings)
     ours = evaluate_run(run, val_data=str(tmp_path / "pairs.csv"))
-    set_prefixes(run, **prompts)
     export_run(run, to="sentence-transformers", output=tmp_path / "out")
     library = "MultiVectorEncoder" if settings else "SentenceTransformer"
     model = getattr(sentence_transformers, library)(str(tmp_path / "out"), device="cpu")
