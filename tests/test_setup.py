@@ -73,7 +73,8 @@ def test_sdist_has_all_sources_with_documentation_and_examples(sdist: Path) -> N
 def test_wheel_has_the_package_with_its_data_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == {f"megabatch/{name}" for name in files(ROOT / "src/megabatch")}
-    assert packed > {"megabatch/py.typed", "megabatch/config/packaged/quickstart.toml"}
+    data = ("py.typed", "config/packaged/quickstart.toml", "export/card.md")
+    assert packed > {f"megabatch/{name}" for name in (*data, "__main__.py")}
     (licence,) = (name for name in wheel.namelist() if name.endswith("licenses/LICENSE"))
     assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
 
@@ -115,4 +116,6 @@ def test_relative_links(repository: str | None, shown: str) -> None:
 def test_versions_agree(wheel: zipfile.ZipFile) -> None:
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), flags=re.M)
     assert cited is not None
-    assert cited[1] == metadata(wheel)["Version"] == megabatch.__version__
+    shown = re.search(r"version = \{(.*)\}", (ROOT / "README.md").read_text("utf-8"))
+    assert shown is not None
+    assert shown[1] == cited[1] == metadata(wheel)["Version"] == megabatch.__version__

@@ -39,7 +39,7 @@ __all__ = [
     "retrieval_metrics",
     "similarity",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __getattr__ = lazy(__name__)
 

@@ -42,6 +42,7 @@ def test_several_captions_an_image_rank_as_by_the_whole_matrix(run: Path, tmp_pa
     task = evaluation["retrieval"]["pairs"]
     owners = torch.tensor([i for i, of_image in enumerate(captions(n)) for _ in of_image])
     assert (task["images"], task["texts"]) == (n, len(owners))
+    assert task["protocol"].endswith("right answer over all captions, each of one image")
 
     encoder = Encoder(open_run(run).towers)
     data = open_captioned(str(table))
@@ -71,7 +72,11 @@ def test_labelled_images_are_classified(run: Path, tmp_path: Path) -> None:
     assert not (run / "evaluation.json").exists()
     page = Page((out / "report.html").read_text())
     assert page.open == []
-    for text in ("mean per class", "2 templates from ", "1 × undecodable image"):
+    for text in (
+        "mean per class",
+        "text feature of each class's prompts (2 templates from ",
+        "1 × undecodable image",
+    ):
         assert text in page.text
     assert len(page.pictures_of) >= 8
 
@@ -133,6 +138,7 @@ def test_pairs_of_texts_are_ranked_and_told_from_images(
     evaluation = evaluate_run(run, val_data=str(texts), csv_query_key="asked")
     task = evaluation["retrieval"]["pairs"]
     assert (task["images"], task["texts"], evaluation["zero_shot"]) == (12, 15, {})
+    assert task["protocol"].endswith("right answer over all second texts, equal ones as one")
     encoder = Encoder(towers)
     first = image_features(encoder, [f"question {i}" for i in range(12)])
     right = torch.tensor([[(i, j) in ASKED for j in range(15)] for i in range(12)])

@@ -38,6 +38,8 @@ def test_glyphs_are_evaluated_and_reported(run: Path, capsys: pytest.CaptureFixt
     evaluation = json.loads((run / "evaluation.json").read_text())
 
     faces, characters = evaluation["retrieval"]["faces"], evaluation["retrieval"]["characters"]
+    assert {faces["protocol"], characters["protocol"]} < {*lines}
+    assert characters["protocol"].endswith("right answer over all names, equal ones as one")
     assert faces["texts"] < characters["texts"]  # some names against all
     assert faces["chance"]["image_to_text/recall@1"] == pytest.approx(1 / faces["texts"])
 

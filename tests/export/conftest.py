@@ -9,7 +9,11 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = socket.socket.connect
+
     def connect(self: socket.socket, address: object) -> None:
+        if isinstance(address, tuple) and address[0] == "127.0.0.1":
+            return real(self, address)
         raise OSError(f"a test without network connects to {address}")
 
     monkeypatch.setattr(socket.socket, "connect", connect)

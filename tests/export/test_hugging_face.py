@@ -84,6 +84,7 @@ def test_both_libraries_give_the_runs_embeddings(
     bert: Path, tmp_path: Path, pooling: Any, told: str
 ) -> None:
     settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
+    settings |= {"query_prefix": "a b ::c ", "caption_prefix": "d "}
     # The run's weights are float32, though the folder has less.
     transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
     towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)
@@ -102,6 +103,8 @@ def test_both_libraries_give_the_runs_embeddings(
     assert_near(torch.tensor(model.encode(TEXTS)), expected)
     for text, one in zip(TEXTS, expected, strict=True):  # without any padding
         assert_near(torch.tensor(model.encode(text)), one)
+    assert_near(model.encode_query("c"), model.encode("a b c"))
+    assert_near(model.encode_document("c"), model.encode("d c"))
     assert (model.similarity_fn_name, model.max_seq_length) == ("cosine", 6)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "encoder")
     inputs = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")

@@ -55,7 +55,7 @@ def test_open_clip_gives_the_runs_embeddings(
     towers = write_run(tmp_path / "run", name, **settings)
     assert export_run(tmp_path / "run", to="openclip", output=tmp_path / "out") == []
     files = {path.name for path in (tmp_path / "out").iterdir()}
-    assert files == {"open_clip_config.json", "open_clip_model.safetensors"}
+    assert files == {"README.md", "open_clip_config.json", "open_clip_model.safetensors"}
     model = assert_same(tmp_path / "out", towers)
     torch.testing.assert_close(model.state_dict(), towers.module.state_dict())
     stored = json.loads((tmp_path / "out" / "open_clip_config.json").read_text())

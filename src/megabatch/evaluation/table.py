@@ -96,5 +96,7 @@ def print_evaluation(evaluation: dict[str, Any], console: Console | None = None)
             cells = map(cell, group.columns, values)
             table.add_row(name, *cells, style="dim" if name == "chance" else None)
         console.print(table)
+    for line in dict.fromkeys(task.get("protocol", "") for task in entries_of(evaluation)):
+        console.print(line, style="dim")  # "" of an older version
     for line in dict.fromkeys(x for task in entries_of(evaluation) for x in left_out(task)):
         console.print(f"left out: {line}", style="yellow")

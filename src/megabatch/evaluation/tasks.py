@@ -78,13 +78,14 @@ class RetrievalTask:
     def score(self, encoder: Encoder) -> tuple[str, dict[str, Any], Matched]:
         """Rank images and texts against each other: figures such as `image_to_text/recall@1`."""
         images = encoder.embed(self.samples, self.title)
-        texts, answers = self._match(images.targets, encoder.device)
+        texts, answers, among = self._match(images.targets, encoder.device)
         features = images.features, encoder.texts(texts)
         model, chance = figures_and_chance(
             *features, answers, ks=KS, group=encoder.group, ways=WAYS
         )
         entry = {
             **_about(self.title, self.samples, images),
+            "protocol": f"recall@k of the best-ranked right answer over all {among}",
             "texts": len(texts),
             "model": model,
             "chance": chance,
@@ -92,8 +93,8 @@ class RetrievalTask:
         matched = images.indices, features[0], texts, features[1], answers
         return "retrieval", entry, Matched(self.title, self.samples, *matched)
 
-    def _match(self, captions: list[list[str]], device: str) -> tuple[list[str], Answers]:
-        """The candidate texts, and the right answers of images or first texts.
+    def _match(self, captions: list[list[str]], device: str) -> tuple[list[str], Answers, str]:
+        """The candidate texts, the right answers of images or first texts, and what is a candidate.
 
         Of two texts each second one is a candidate once, and right for all first ones that have it.
 
@@ -107,14 +108,18 @@ class RetrievalTask:
         of_texts = self.samples.first == "text"
         several = any(len(set(of_image)) > 1 for of_image in captions)
         if several and self.candidates is None and not of_texts:
-            return all_texts, answers_by_ids(torch.arange(len(captions), device=device), rows)
+            answers = answers_by_ids(torch.arange(len(captions), device=device), rows)
+            return all_texts, answers, "captions, each of one image"
         texts = self.candidates or list(dict.fromkeys(all_texts))
         index = {text: i for i, text in enumerate(texts)}
         columns = torch.tensor([index[text] for text in all_texts], device=device)
         if of_texts:
-            return texts, answers_by_pairs(rows, columns, len(captions), len(texts))
+            answers = answers_by_pairs(rows, columns, len(captions), len(texts))
+            return texts, answers, "second texts, equal ones as one"
         first = counts.cumsum(0) - counts
-        return texts, answers_by_ids(columns[first], torch.arange(len(texts), device=device))
+        answers = answers_by_ids(columns[first], torch.arange(len(texts), device=device))
+        of = "captions" if self.candidates is None else "names"
+        return texts, answers, f"{of}, equal ones as one"
 
 
 def glyph_tasks(glyphs: GlyphSet) -> list[RetrievalTask]:
@@ -147,6 +152,7 @@ class ClassTask:
         chances = [min(1.0, k / n_classes) for k in TOPS] + [1 / n_classes]
         entry = {
             **_about(self.title, self.samples, images),
+            "protocol": "zero-shot by the mean text feature of each class's prompts",
             "classes": n_classes,
             "prompts": str(self.prompts),
             "model": accuracy(images.features, classes, labels, encoder.group),

@@ -129,23 +129,29 @@ def write_sentence_model(opened: Opened, folder: Path) -> list[str]:
     tokenizer: Any = opened.towers.tokenizer
     notes = _differences(opened)
     if pair.text is None:
-        _write_model(pair.visual, tokenizer, folder)
+        _write_model(pair.visual, tokenizer, folder, opened.config)
         return notes
     for side, encoder in (("query", pair.visual), ("document", pair.text)):
         (folder / side).mkdir()
-        _write_model(encoder, tokenizer, folder / side)
+        _write_model(encoder, tokenizer, folder / side, opened.config)
     return [*notes, "there are two models, in its folders query and document: load each of them"]
 
 
 def _write_model(
-    encoder: TextEncoder | TokenEncoder, tokenizer: FolderTokenizer, folder: Path
+    encoder: TextEncoder | TokenEncoder,
+    tokenizer: FolderTokenizer,
+    folder: Path,
+    config: Mapping[str, Any],
 ) -> None:
     _save_encoder(encoder, tokenizer, folder)
     settings: dict[str, Any] = {"max_seq_length": tokenizer.context_length, "do_lower_case": False}
     if left_out := _without_pooler(encoder):
         settings["model_args"] = left_out
     write_json(folder / "sentence_bert_config.json", settings)
-    settings = {"prompts": {}, "default_prompt_name": None, "similarity_fn_name": "cosine"}
+    # For encode_query and encode_document, and MTEB: the run's, of its first source.
+    sides = {"query": "query_prefix", "document": "caption_prefix"}
+    prompts = {side: config[k].split("::")[0] for side, k in sides.items() if k in config}
+    settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     if isinstance(encoder, TokenEncoder):
         _write_modules(_OF_TOKENS, folder)
         _write_token_settings(encoder, folder)

@@ -11,6 +11,7 @@ from safetensors import SafetensorError
 from megabatch.errors import UsageError, one_line
 from megabatch.evaluation.run_folder import Opened, open_run
 from megabatch.export import hugging_face, openclip
+from megabatch.export.card import write_card
 from megabatch.files import new_folder
 from megabatch.imports import named_extras
 from megabatch.models import Towers
@@ -31,6 +32,8 @@ def export_run(
     output: str | Path,
     weights: Literal["final", "ema"] = "final",
     trust: bool = False,
+    license: str = "unknown",
+    repo: str | None = None,
 ) -> list[str]:
     """Write a run's model as a folder that another library loads, with the same embeddings.
 
@@ -41,6 +44,8 @@ def export_run(
         output: the folder to create, which appears when it is complete.
         weights: the trained ones, or "ema", their moving average.
         trust: whether the run's `model` may be code to run (`module:function`).
+        license: the hub's name of the model's license, for the model card.
+        repo: "NAME/REPO" of the hub, from where the model card loads the model.
 
     Returns:
         Sentences on differences that a user of the folder must know, if there are any.
@@ -55,7 +60,9 @@ def export_run(
         opened.towers.module.eval()
         write = _writer(opened.towers, to)
         try:
-            return write(opened, folder)
+            notes = write(opened, folder)
+            write_card(folder, opened, to, repo or output.resolve().name, license, notes)
+            return notes
         except SafetensorError as error:  # a full disk, say
             raise UsageError(f"cannot write {output}: {one_line(error, 200)}") from error
 
