@@ -128,9 +128,8 @@ def test_a_run_is_the_same_with_workers_when_continued_and_from_its_export(
     assert "skipped 1 x undecodable image" in told
     folder = tmp_path / "openclip"
     assert main(["export", str(straight.output), "--to", "openclip", "--output", str(folder)]) == 0
-    length, data = ["--image-seq-len", "24"], ["--val-data", str(shapes), "--device", "cpu"]
-    again = ["eval", "--model", f"local-dir:{folder}", *data, "--output", str(folder)]
-    assert main([*again, *length]) == 0
+    data = ["--val-data", str(shapes), "--device", "cpu"]
+    assert main(["eval", "--model", f"local-dir:{folder}", *data, "--output", str(folder)]) == 0
     assert retrieval(folder) == retrieval(straight.output)
     other = replace(straight, output=tmp_path / "other", workers=1, val_data=None)
     with monkeypatch.context() as patch:

@@ -34,8 +34,6 @@ class EvalConfig:
     """Instead of RUN: the name of a model, such as ViT-B-32, or module:function, your own."""
     pretrained: Path | None = None
     """The weights of --model: a local .safetensors or .pt file, or a folder."""
-    image_seq_len: PositiveInt | None = None
-    """With --model, for towers of timm's NaFlexVit: the most patches of an image."""
     weights: Literal["final", "ema"] = "final"
     """Weights of RUN: the trained ones, or their moving average (model-ema.safetensors)."""
     trust: bool = False
@@ -86,7 +84,7 @@ class EvalConfig:
 
 #: Settings that apply only together with another.
 _ONLY_WITH = {
-    "model": ("pretrained", "image_seq_len"),
+    "model": ("pretrained",),
     "run": ("trust",),
     "val_data": ("csv_img_key", "csv_query_key", "csv_caption_key", "csv_separator"),
     "class_data": ("class_names", "templates"),

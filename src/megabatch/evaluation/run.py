@@ -35,7 +35,7 @@ from megabatch.evaluation.table import KINDS
 from megabatch.evaluation.tasks import ClassTask, Matched, RetrievalTask, glyph_tasks
 from megabatch.evaluation.zeroshot import read_prompts
 from megabatch.imports import named_extras
-from megabatch.models import ModelOptions, Towers
+from megabatch.models import Towers
 from megabatch.options import option
 from megabatch.ranks import all_gather_values, is_first, on_all_ranks
 from megabatch.similarity.distributed.comm import rank_and_size
@@ -135,8 +135,7 @@ def _open(config: EvalConfig, group: object) -> tuple[Opened, list[Task], str]:
     if config.run is not None:
         opened = open_run(config.run, ema=config.weights == "ema", trust=config.trust)
     else:
-        options = ModelOptions(image_seq_len=config.image_seq_len)
-        opened = open_model(str(config.model), config.pretrained, options)
+        opened = open_model(str(config.model), config.pretrained)
     opened = replace(opened, towers=prefixing(opened, config))
     folder = config.output or opened.folder
     if folder and is_first(group) and (problem := files.folder_problem(folder)):

@@ -64,14 +64,14 @@ def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
     return Opened(towers, weights, folder, config, _step_of(weights, folder))
 
 
-def open_model(name: str, pretrained: Path | None, options: ModelOptions | None = None) -> Opened:
+def open_model(name: str, pretrained: Path | None) -> Opened:
     """Build a model by name, as `megabatch.models.create`; random weights are always the same.
 
     Raises:
         UsageError: there is no such model, or its weights are missing, damaged or another model's.
     """
     torch.manual_seed(0)  # all ranks evaluate the same weights
-    towers = create(name, pretrained=pretrained, options=options)
+    towers = create(name, pretrained=pretrained)
     own = Path(name.partition(":")[2]) if is_trained(name) else None  # local-dir:FOLDER
     return Opened(towers, pretrained or own)
 

@@ -13,7 +13,7 @@ from megabatch.errors import UsageError
 from megabatch.evaluation.run_folder import Opened
 from megabatch.export.hugging_face import save_clip, write_json
 from megabatch.models import ModelOptions
-from megabatch.models.openclip import read_config
+from megabatch.models.openclip import IMAGE_SEQ_LEN, image_seq_len, read_config
 from megabatch.training.checkpoint import save_tensors
 
 _HAS_LENGTH = hasattr(CLIPVisionCfg, "image_seq_len")  # versions after 3.3
@@ -30,15 +30,18 @@ def write(opened: Opened, folder: Path) -> list[str]:
     module: Any = opened.towers.module
     config = _model_config(opened)
     preprocessing = {name: module.visual.preprocess_cfg[name] for name in _PREPROCESSING}
-    written = {"model_cfg": config, "preprocess_cfg": preprocessing}
+    written: dict[str, Any] = {"model_cfg": config, "preprocess_cfg": preprocessing}
+    length = ModelOptions.of(opened.config).image_seq_len or image_seq_len(opened.towers.name)
+    if length:
+        written[IMAGE_SEQ_LEN] = length  # for `create`: OpenCLIP 3.3 has no setting for it
     write_json(folder / "open_clip_config.json", written)
     save_tensors(module.state_dict(), folder / "open_clip_model.safetensors")
     tokenizer: Any = opened.towers.tokenizer
     if hasattr(tokenizer, "save_pretrained"):  # Hugging Face's; OpenCLIP comes with its own
         tokenizer.save_pretrained(folder)
-    notes, length = [], ModelOptions.of(opened.config).image_seq_len
-    if length and "image_seq_len" not in config["vision_cfg"]:
-        notes.append(f"OpenCLIP's configuration cannot hold it: --image-seq-len {length}")
+    notes = []
+    if length and not _HAS_LENGTH:
+        notes.append(f"OpenCLIP's configuration cannot hold it: images of up to {length} patches")
     if encoder := config["text_cfg"].get("hf_model_name"):
         where = "the hub or its local cache"
         notes.append(f"OpenCLIP reads the configuration of {encoder} from {where}")

@@ -25,6 +25,8 @@ from megabatch.models.names import CONFIGURATION, OPENCLIP, is_trained
 from megabatch.models.padding import Lengths, up_to_first, up_to_largest
 from megabatch.models.towers import ModelOptions, Tower, Towers
 
+IMAGE_SEQ_LEN = "image_seq_len"  # in configurations
+
 
 def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     """Build an open_clip model by name, or "local-dir:PATH".
@@ -75,8 +77,7 @@ def create(name: str, weights: Path | None, options: ModelOptions) -> Towers:
     multiply_patches(module.visual)
     short = accept_short_texts(module)
     lengths: dict[Tower, Lengths] = {} if short is None else {"text": short}
-    # Newer versions of open_clip have configurations with a length.
-    if length := options.image_seq_len or config["vision_cfg"].get("image_seq_len"):
+    if length := options.image_seq_len or image_seq_len(name):
         transforms = [*with_patches(module.visual, length, name)]
         lengths["image"] = valid_patches
     else:
@@ -95,6 +96,18 @@ def read_config(name: str) -> dict[str, Any]:
     with as_usage_error(f"--model {name}: {CONFIGURATION} cannot be used"):
         config: dict[str, Any] = open_clip.get_model_config(name)
     return config
+
+
+def image_seq_len(name: str) -> int | None:
+    """The most patches of an image, if a model's configuration has a number.
+
+    That of newer versions of open_clip has one; a folder that was exported has it beside the model.
+    """
+    length: int | None = read_config(name)["vision_cfg"].get(IMAGE_SEQ_LEN)
+    if length is None and name.startswith(OPENCLIP):
+        file = Path(name.removeprefix(OPENCLIP)) / CONFIGURATION
+        length = json.loads(file.read_text("utf-8")).get(IMAGE_SEQ_LEN)
+    return length
 
 
 def _weights_of(name: str, weights: Path | None) -> Path | None:
