@@ -181,12 +181,25 @@ def test_opcheck(backend: str) -> None:
     counts = torch.full((len(y),), 2, device=DEVICE)
     calls: dict[str, list[tuple[Any, ...]]] = {
         "logsumexps": [
-            (x, y, scale, *[None] * 8, "plain", True, True),
-            (x, y, scale, *three, *[None] * 6, "plain", False, False),
-            (x, None, scale, *[None] * 8, "dropped", False, True),
-            (x[:5], y, scale, None, None, limit, *teacher[:2], *[None] * 3, "paired", True, True),
-            (x[:5], y, scale, *[None] * 3, *teacher, None, None, "paired", True, True),
-            (*tokens, *[None] * 6, weight[:5].to(scale), counts, "plain", True, False),
+            (x, y, scale, *[None] * 8, "plain", 2, True, True),
+            (x, y, scale, *three, *[None] * 6, "plain", 0, False, False),
+            (x, None, scale, *[None] * 8, "dropped", 0, False, True),
+            (
+                x[:5],
+                y,
+                scale,
+                None,
+                None,
+                limit,
+                *teacher[:2],
+                *[None] * 3,
+                "paired",
+                0,
+                True,
+                True,
+            ),
+            (x[:5], y, scale, *[None] * 3, *teacher, None, None, "paired", 0, True, True),
+            (*tokens, *[None] * 6, weight[:5].to(scale), counts, "plain", 0, True, False),
         ],
         "softplus_sum": [
             (*with_ids, weight, *[None] * 4, "plain", *[True] * 4),
