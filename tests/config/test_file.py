@@ -52,7 +52,7 @@ def test_configurations_that_are_shown_are_possible_and_keep_what_they_promise()
     quickstart, icons = load_config("quickstart"), load_config("benchmarks/icons.toml", trust=True)
     for config in (quickstart, icons, *map(load_config, Path("examples").glob("*/*.toml"))):
         assert problems(config, "model", "train_data") == []
-    assert quickstart.global_batch_size >= 4096
+    assert quickstart.global_batch_size >= 2048
     assert icons.global_batch_size >= 32_768
 
 
