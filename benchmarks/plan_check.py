@@ -27,7 +27,7 @@ import torch
 
 from machinery.definitions import captions, tokenized, words_and_definitions
 from megabatch.config.settings import TrainConfig
-from megabatch.gradient_cache.batches import equal_rows
+from megabatch.gradient_cache.by_length import equal_rows
 from megabatch.models import Towers, create
 from megabatch.models.towers import Tower
 from megabatch.planning.machine import datasheet, other_machine

@@ -10,7 +10,7 @@ from torch import nn
 
 from megabatch import SortedByLength
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.batches import (
+from megabatch.gradient_cache.by_length import (
     equal_rows,
     equal_token_runs,
     equal_tokens,

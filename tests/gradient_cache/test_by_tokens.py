@@ -10,7 +10,8 @@ from torch import nn
 
 from megabatch import SortedByLength
 from megabatch.gradient_cache import GradientCache
-from megabatch.gradient_cache.batches import divided, tokens_by_length
+from megabatch.gradient_cache.by_length import tokens_by_length
+from megabatch.gradient_cache.feed import divided
 from megabatch.losses import ClipLoss, InfoNCELoss
 from tests.gradient_cache import parallel
 from tests.gradient_cache.test_by_length import LENGTHS, Texts, batches, made

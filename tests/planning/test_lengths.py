@@ -4,7 +4,7 @@ import torch
 
 from megabatch import SortedByLength
 from megabatch.data.pairs import BadSample, Pair
-from megabatch.gradient_cache.batches import divided
+from megabatch.gradient_cache.feed import divided
 from megabatch.planning.micro_batches import TextLengths, sampled_lengths
 
 

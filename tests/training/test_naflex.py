@@ -25,7 +25,7 @@ from megabatch.training.micro_batch import Trials
 from tests.models.test_naflex import naflex
 from tests.models.tiny_naflex import NAFLEX
 from tests.training.conftest import MakeConfig
-from tests.training.runs import signal_after, weights
+from tests.training.runs import losses, signal_after, weights
 from tests.training.test_encoders import captions, dense_loss, gradients_of, sequence_shapes
 
 #: Float32 whatever the model's dtype: timm's interpolation of positions, and its gradient.
@@ -137,6 +137,11 @@ def test_a_run_is_the_same_with_workers_when_continued_and_from_its_export(
         assert train(other) == 130
     assert train(replace(other, resume=True)) == 0
     assert weights(other.output) == weights(straight.output)
+    by_tokens = replace(straight, output=tmp_path / "by tokens", micro_batch_tokens=24)
+    with pytest.raises(UsageError, match="expected auto, as all inputs have tokens"):
+        train(replace(by_tokens, micro_batch_size=4))
+    assert train(replace(by_tokens, micro_batch_size="auto", val_data=None)) == 0
+    assert losses(by_tokens.output) == pytest.approx(losses(straight.output), abs=1e-4)
 
 
 def test_settings_of_other_images_are_refused(

@@ -189,7 +189,7 @@ def test_micro_batches_by_tokens_need_trimmed_texts_and_a_number_of_images(
 def test_micro_batches_by_tokens_of_texts_alone_take_no_number_of_pairs(tmp_path: Path) -> None:
     config = TrainConfig(micro_batch_tokens=64, micro_batch_size=8, model="hf:bert")
     towers = Towers("bert", nn.Module(), *[None] * 3, 8, "text", {"text": len})  # type: ignore
-    reason = "--micro-batch-size 8: expected auto, as there are only texts, with --micro-batch-t"
+    reason = "--micro-batch-size 8: expected auto, as all inputs have tokens, with --micro-batch"
     with pytest.raises(UsageError, match=reason):
         check_micro_batches(config, towers)
 

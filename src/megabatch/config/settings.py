@@ -111,10 +111,10 @@ class TrainConfig:
     fastest, measured within 2 minutes; on the CPU, with batch normalisation and with --loss maxsim,
     512."""
     micro_batch_tokens: Annotated[PositiveInt | None, MAY_CHANGE] = None
-    """Instead: tokens that go through a text tower at a time, at most, with their padding; a longer
-    text does alone. --micro-batch-size is then a number of images. Texts must be trimmed: it needs
-    --trim-texts and a model whose features do not depend on padding. No sizes are measured and no
-    activations kept; towers run once only if a process has a single micro-batch."""
+    """Instead: tokens or patches that go through a tower at a time, at most, with their padding; a
+    longer text does alone. --micro-batch-size is then a number of images. Texts must be trimmed: it
+    needs --trim-texts and a model whose features do not depend on padding. No sizes are measured
+    and no activations kept; towers run once only if a process has a single micro-batch."""
     epochs: Annotated[PositiveInt, MAY_CHANGE] = 16
     """Passes over the data."""
     steps: Annotated[PositiveInt | None, MAY_CHANGE] = None

@@ -1,6 +1,6 @@
 """Gradient caching: a large batch's exact gradients in the memory of one micro-batch."""
 
-from megabatch.gradient_cache.batches import SortedByLength
+from megabatch.gradient_cache.by_length import SortedByLength
 from megabatch.gradient_cache.step import GradientCache
 from megabatch.gradient_cache.wrappers import UnusedParameters
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.gradient_cache.autograd import GradientSums, reached_from
-from megabatch.gradient_cache.batches import Feed, MicroBatch, Parts
+from megabatch.gradient_cache.feed import Feed, MicroBatch, Parts
 from megabatch.gradient_cache.outputs import CachedOutputs, Outputs
 from megabatch.gradient_cache.state import (
     ForwardState,

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megabatch.gradient_cache.batches import Feed, Key, MicroBatch, filled
+from megabatch.gradient_cache.batches import filled
+from megabatch.gradient_cache.by_length import Key
+from megabatch.gradient_cache.feed import Feed, MicroBatch
 
 Outputs: TypeAlias = "dict[Key, Tensor | None]"
 

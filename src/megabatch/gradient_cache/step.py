@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from megabatch.gradient_cache.batches import Feed, Key, tokens_by_length
+from megabatch.gradient_cache.by_length import Key, tokens_by_length
 from megabatch.gradient_cache.encoding import Encoding
+from megabatch.gradient_cache.feed import Feed
 from megabatch.gradient_cache.outputs import CachedOutputs
 from megabatch.gradient_cache.second_pass import PendingLoss, Step, loss_of
 from megabatch.gradient_cache.state import PassesCheck

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from megabatch.gradient_cache.batches import up_to_last
+from megabatch.gradient_cache.by_length import up_to_last
 
 #: The number of tokens that a text's features depend on: int64 (n,), at least 1, of padded tokens,
 #: int64 (n, context_length). With those after them cut off, the features stay the same. Likewise

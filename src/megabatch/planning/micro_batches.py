@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megabatch.data.pairs import BadSample, PairDataset
-from megabatch.gradient_cache.batches import equal_token_runs, growth
+from megabatch.gradient_cache.by_length import equal_token_runs, growth
 from megabatch.models import Towers
 from megabatch.models.towers import Tower
 from megabatch.planning.towers import MicroBatch, Work

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megabatch.data import Batch
 from megabatch.gradient_cache import GradientCache, SortedByLength
-from megabatch.gradient_cache.batches import Feed
+from megabatch.gradient_cache.feed import Feed
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower, locked_towers
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, plural
-from megabatch.gradient_cache.batches import divided, mapped, named_tensors, take, to_device
+from megabatch.gradient_cache.batches import mapped, named_tensors, take, to_device
+from megabatch.gradient_cache.feed import divided
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.gradient_cache.wrappers import Wrappers
 from megabatch.training.encoders import CachedStep

@@ -230,9 +230,10 @@ def check_micro_batches(config: TrainConfig, towers: Towers) -> None:
             f"{given}: texts of {config.model} keep their padding (--no-trim-texts, or features "
             "may depend on it), so all are equally long; expected --micro-batch-size"
         )
-    size, images = config.micro_batch_size, towers.first == "image"
+    size = config.micro_batch_size
+    images = towers.first == "image" and "image" not in towers.lengths
     if images == (size == "auto"):
-        why = "a number of images" if images else "auto, as there are only texts"
+        why = "a number of images" if images else "auto, as all inputs have tokens"
         raise UsageError(f"--micro-batch-size {size}: expected {why}, with {given}")
 
 

@@ -4,7 +4,7 @@ import open_clip
 import torch
 
 from machinery.definitions import captions, length_statistics, tokenized
-from megabatch.gradient_cache.batches import equal_rows
+from megabatch.gradient_cache.by_length import equal_rows
 from megabatch.models.padding import up_to_largest
 from megabatch.planning.micro_batches import TextLengths, cut
 
