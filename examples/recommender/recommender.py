@@ -23,7 +23,7 @@ FACTORS, WIDTH, BATCH, K = 8, 32, 512, 20
 
 
 def probabilities(users: int, items: int) -> tuple[Tensor, Tensor]:
-    """Of each item (users, items): what a user takes, and would if all were equally popular."""
+    """Of items to be taken, (users, items): as they are, and if all were equally popular."""
     taste = torch.randn(users, FACTORS) @ torch.randn(FACTORS, items)
     popularity = 1 / (torch.arange(items) + 10.0)
     return (taste + popularity.log()).softmax(1), taste.softmax(1)

@@ -84,7 +84,7 @@ def test_both_libraries_give_the_runs_embeddings(
     bert: Path, tmp_path: Path, pooling: Any, told: str
 ) -> None:
     settings: dict[str, Any] = {"hf_pooling": pooling, "force_context_length": 6}
-    settings |= {"query_prefix": "a b ::c ", "caption_prefix": "d "}
+    settings |= {"query_prefix": "a b\\n::c ", "caption_prefix": "d "}
     # The run's weights are float32, though the folder has less.
     transformers.AutoModel.from_pretrained(bert).bfloat16().save_pretrained(bert)
     towers = write_run(tmp_path / "run", f"hf:{bert}", loss="infonce", **settings)

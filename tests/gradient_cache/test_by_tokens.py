@@ -20,7 +20,7 @@ from tests.similarity.distributed.processes import World, on_processes
 
 
 def tokenized(lengths=LENGTHS):
-    """As a tokenizer returns them: padded ids, their mask, and a length."""
+    """Texts as a tokenizer returns them: padded ids, their mask, and a length."""
     ids = batches(lengths)[1]
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "length": lengths}
 

@@ -230,7 +230,7 @@ def in_process(case: Record, options: LossOptions) -> Record:
     if ended.returncode == 0:
         found = json.loads(ended.stdout.decode().splitlines()[-1])
         return Record(**{**found, "times_ms": tuple(found["times_ms"])})
-    if ended.returncode == -9:
+    if ended.returncode == -9:  # SIGKILL, a name that Windows lacks
         return replace(case, status="out of memory", note="the operating system ended the process")
     lines = ended.stderr.decode(errors="replace").strip().splitlines()
     note = lines[-1] if lines else f"exit code {ended.returncode}"

@@ -80,10 +80,10 @@ class TrainConfig:
     """one-source: each global batch is from one source, at random in proportion to their draws;
     in-turn: likewise, but equally many batches of each source, in turn."""
     query_prefix: str | None = None
-    """What each first text begins with, for pairs of texts: one prefix, or one per source, as in
+    """The prefix of each first text, for pairs of texts: one for all, or one per source, as in
     'query: ::Instruct: Summarise.\\nQuery: '; \\n is a newline. Evaluation takes the first one."""
     caption_prefix: str | None = None
-    """What each caption or second text begins with, and each hard negative; likewise."""
+    """The prefix of each caption or second text, and of each hard negative; likewise."""
     csv_img_key: str | None = None
     """Column of image paths (or bytes) in a table. Default: filepath, image, image_path or
     file_name. This and the next three are the same for all sources."""

@@ -49,13 +49,13 @@ class Inspect:
     csv_separator: str | None = None
     """Field separator of a text table."""
     query_prefix: str | None = None
-    """What each first text begins with."""
+    """The prefix of each first text."""
     caption_prefix: str | None = None
-    """What each caption or second text begins with, and each negative."""
+    """The prefix of each caption or second text, and of each negative."""
     train_data_upsampling_factors: str | None = None
     """How often an epoch uses each sample of a source; then the sources' shares are printed."""
     train_data_temperature: PositiveFloat | None = None
-    """Of the shares of sources."""
+    """Temperature of the sources' shares, as megabatch train has it."""
     train_data_batches: Batches = "mixed"
     """Whether each batch has one source; the shares are then those of batches."""
 

@@ -57,9 +57,9 @@ class EvalConfig:
     csv_separator: str | None = None
     """Separator of a text table. Default: a tab if the header has one, else a comma."""
     query_prefix: str | None = None
-    """What each first text begins with. Default: that of the run's first source."""
+    """The prefix of each first text. Default: that of the run's first source."""
     caption_prefix: str | None = None
-    """What each caption, second text or prompt begins with. Default: likewise."""
+    """The prefix of each caption, second text or prompt. Default: likewise."""
 
     class_data: str | None = None
     """Classification: test images, in a folder with one folder per class, or in shards whose

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from megabatch.data.sources import split_prefixes
 from megabatch.evaluation.run_folder import Opened
 from megabatch.models.hf_images import PROCESSORS
 from megabatch.models.huggingface import FolderTokenizer, TextEncoder, TokenEncoder, read_config
@@ -150,7 +151,7 @@ def _write_model(
     write_json(folder / "sentence_bert_config.json", settings)
     # For encode_query and encode_document, and MTEB: the run's, of its first source.
     sides = {"query": "query_prefix", "document": "caption_prefix"}
-    prompts = {side: config[k].split("::")[0] for side, k in sides.items() if k in config}
+    prompts = {side: split_prefixes(config[k])[0] for side, k in sides.items() if k in config}
     settings = {"prompts": prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     if isinstance(encoder, TokenEncoder):
         _write_modules(_OF_TOKENS, folder)

@@ -101,7 +101,7 @@ def read_config(name: str) -> dict[str, Any]:
 def image_seq_len(name: str) -> int | None:
     """The most patches of an image, if a model's configuration has a number.
 
-    That of newer versions of open_clip has one; a folder that was exported has it beside the model.
+    Newer versions of open_clip keep it in the model's configuration, exported folders beside that.
     """
     length: int | None = read_config(name)["vision_cfg"].get(IMAGE_SEQ_LEN)
     if length is None and name.startswith(OPENCLIP):

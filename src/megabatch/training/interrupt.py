@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 #: Windows has no SIGUSR1.
-SIGNALS = tuple(
+_SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)
 )
 _TEMPORARY_FAILURE = 75  # os.EX_TEMPFAIL, which Windows lacks
@@ -37,7 +37,7 @@ def signals_recorded(*, announce: bool = False) -> Iterator[list[int]]:
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, before[signal.SIGINT])
 
-    before = {number: signal.signal(number, note) for number in SIGNALS}
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
     try:
         yield received
     finally:
