@@ -9,16 +9,18 @@
 machinery/study.py has the training loop and the losses, machinery/study_data.py the data and the
 towers; benchmarks/draw_texts.py writes texts.npz. The runs:
 
-- each size of `SIZES` with CLIP's loss and the same samples, three seeds; and for as long as 65,536
-  pairs a step take for them, by the step times that `--time` measured before;
-- groups: only so many pairs of a large batch meet in the loss, all else equal;
-- the other losses of `OTHERS`.
+- each size of `SIZES` with CLIP's loss and the same samples, three seeds;
+- the sizes whose steps take more than `ALIKE` less or more time than those of 65,536 pairs, by the
+  step times that `--time` measured before, for as long as 65,536 pairs a step take;
+- the other losses and groups of `OTHERS`, one seed first: in a group only so many pairs of a large
+  batch meet in the loss, all else equal. `sogclr` has runs of equal time alone.
 
 Learning rate and warm-up by a rule: runs of a quarter of the samples, but of at least 512 steps or
 all, with a seed of their own, a warm-up of 10% and the rates of `RATES`; the best has the highest
 recall@10 (the mean of both directions) on the validation pairs at the end. While it is the lowest
-or the highest one, half or twice of it is tried too. Then warm-ups of 3% and 30% are tried at that
-rate. Some losses take what another one has at the same batch (`TUNED_AS`). A run that diverged
+or the highest one, half or twice of it is tried too. Then a warm-up of 30% is tried at that rate.
+(3%, which was tried at 1,024 to 16,384 icons, was always worse.) Some losses take what another one
+has at the same batch (`TUNED_AS`), and batches above 65,536 what 65,536 has. A run that diverged
 counts as the worst.
 
 The output is written after each run and read at the beginning: the same command continues a study,
@@ -60,8 +62,9 @@ SIZES = {
     "icons": (1024, 4096, 16_384, 65_536, 131_072),
     "texts": (1024, 4096, 16_384, 65_536),
 }
-#: The size whose time for `SAMPLES` all sizes get in the runs of equal time.
-CLOCK = 65_536
+#: The size whose time for `SAMPLES` other sizes get in the runs of equal time, unless they take as
+#: much to this share. Larger ones take its learning rate.
+CLOCK, ALIKE = 65_536, 0.05
 #: Data, loss, batch and group of the further runs.
 OTHERS = (
     *(("icons", "clip", CLOCK, group) for group in (1024, 8192)),
@@ -73,10 +76,10 @@ OTHERS = (
     ("icons", "clip", 2**20, 2**20),
 )  # fmt: skip
 #: Losses that take the learning rate and warm-up of another one at the same batch.
-TUNED_AS = {"fixed": "clip", "sogclr": "clip", "hard": "query"}
+TUNED_AS = {"fixed": "clip", "sogclr": "clip", "query": "clip", "hard": "clip"}
 #: Of a run that chooses them.
 LEAST_STEPS = 512
-RATES, WARMUPS = (5e-4, 1e-3, 2e-3), (0.1, 0.03, 0.3)
+RATES, WARMUPS = (1e-3, 2e-3, 4e-3), (0.1, 0.3)
 LOWEST_RATE, HIGHEST_RATE = 5e-4 / 2**4, 5e-4 * 2**6
 #: Seed of the runs that choose learning rates; the study's own seeds are 0, 1, ...
 TUNING_SEED = 100
@@ -121,17 +124,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 # --- which runs, and in which order ---------------------------------------------------------------
 
 
-def points(options: argparse.Namespace) -> list[Point]:
-    """The points, the most informative first."""
-    sizes = [Point(data, "clip", b, b) for data in options.data for b in SIZES[data]]
-    others = [Point(*one) for one in OTHERS if one[0] in options.data]
-    return sizes if options.sizes_only else sizes + others
+def sizes(options: argparse.Namespace) -> list[Point]:
+    """The points whose batch sizes are compared."""
+    return [Point(data, "clip", b, b) for data in options.data for b in SIZES[data]]
+
+
+def others(options: argparse.Namespace) -> list[Point]:
+    """The further points, the most informative first."""
+    wanted = () if options.sizes_only else OTHERS
+    return [Point(*one) for one in wanted if one[0] in options.data]
 
 
 def tuned(point: Point, samples: int, found: Found) -> tuple[float, float, list[Run]]:
     """The learning rate and warm-up of a point, and the runs that are needed to know them."""
     kind = point.loss.partition("-")[0]
-    own = point._replace(loss=TUNED_AS.get(kind, point.loss), group=point.batch)
+    batch = min(point.batch, CLOCK)
+    own = Point(point.data, TUNED_AS.get(kind, point.loss), batch, batch)
     whole = max(1, samples // own.batch)
     steps = min(whole, max(whole // 4, LEAST_STEPS))
 
@@ -161,29 +169,37 @@ def tuned(point: Point, samples: int, found: Found) -> tuple[float, float, list[
 def pending(options: argparse.Namespace, found: Found, times: list[Record]) -> list[Run]:
     """The runs that can begin, most informative first; others follow when rates are known."""
     every: list[Run] = []
-    for samples in (samples_of_all, samples_by_time):
-        for point in points(options):
-            lr, warmup, missing = tuned(point, options.samples, found)
-            every += missing
-            count = samples(point, options.samples, times)
-            steps = range(options.seeds if count and not missing else 0)
-            every += [Run(*point, count // point.batch, lr, warmup, seed) for seed in steps]
+
+    def add(point: Point, samples: int, seeds: range) -> None:
+        lr, warmup, missing = tuned(point, options.samples, found)
+        every.extend(missing)
+        for seed in seeds if samples and not missing else ():
+            every.append(Run(*point, samples // point.batch, lr, warmup, seed))
+
+    seeds = range(options.seeds)
+    for point in sizes(options):
+        add(point, options.samples, seeds)
+    for point in sizes(options):
+        add(point, samples_by_time(point, options.samples, times), seeds)
+    for some in (seeds[:1], seeds[1:]):
+        for point in others(options):
+            equal_time = point.loss.startswith("sogclr")
+            by_time = samples_by_time(point, options.samples, times)
+            add(point, by_time if equal_time else options.samples, some)
     return [run for run in dict.fromkeys(every) if run not in found]
 
 
-def samples_of_all(point: Point, samples: int, times: list[Record]) -> int:
-    """The samples of a run of equal samples."""
-    return samples
-
-
 def samples_by_time(point: Point, samples: int, times: list[Record]) -> int:
-    """Those that fit into the time that `samples` take in batches of `CLOCK`; 0 for no run."""
+    """Those that fit into the time that `samples` take in batches of `CLOCK`; 0 for no run.
+
+    There is none if that is unknown, or would be a run of nearly as many samples.
+    """
     ms = {Point(*(t[name] for name in Point._fields)): t["ms"] for t in times}
     clock = Point(point.data, "clip", CLOCK, CLOCK)
-    whole = point.group == point.batch and point.batch != CLOCK
-    if not (whole and point.loss.startswith(("clip", "sogclr")) and {point, clock} <= ms.keys()):
+    if not {point, clock} <= ms.keys():
         return 0
-    return int(samples / CLOCK * ms[clock] / ms[point]) * point.batch
+    share = point.batch / CLOCK * ms[clock] / ms[point]
+    return 0 if abs(share - 1) < ALIKE else int(samples * share / point.batch) * point.batch
 
 
 def _score(record: Record) -> float:
@@ -273,9 +289,10 @@ def measured_times(options: argparse.Namespace) -> list[Record]:
         "cuda:0" if options.gpus else "cpu", {name: getattr(options, name) for name in options.data}
     )
     times = []
-    for point in points(options):
-        if point.loss.startswith("hard"):  # its steps become slower when negatives are mined
-            continue
+    for point in sizes(options) + others(options):
+        whole = point.group == point.batch <= 2 * CLOCK
+        if not whole or not point.loss.startswith(("clip", "sogclr")):
+            continue  # no run of equal time needs it
         run = Run(*point, options.samples // point.batch, RATES[0], WARMUPS[0], 0)
         times.append(step_time(run, _data[point.data], options.time))
         print(times[-1], flush=True)

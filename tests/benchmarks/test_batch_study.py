@@ -43,14 +43,14 @@ def test_a_study_is_continued_shown_and_plotted(
     assert len(listed) == 3 + 1  # rates, and the sum
     assert "0 runs done" in listed[-1]
     shown = call(capsys, *words)
-    assert shown[-1] == "7 runs done, 0 can begin"  # 3 rates, 2 warm-ups and 2 seeds
+    assert shown[-1] == "6 runs done, 0 can begin"  # 3 rates, a warm-up and 2 seeds
     content = json.loads(output.read_text())
     assert len(content["records"]) == len(shown) - 1
     assert content["tests"]["texts"]["train_pairs"] == 12
     content["records"] = content["records"][:-1]
     output.write_text(json.dumps(content))
-    assert call(capsys, *words, "--budget-seconds=0")[-1] == "6 runs done, 1 can begin"
-    assert call(capsys, *words)[-1] == "7 runs done, 0 can begin"
+    assert call(capsys, *words, "--budget-seconds=0")[-1] == "5 runs done, 1 can begin"
+    assert call(capsys, *words)[-1] == "6 runs done, 0 can begin"
     again = json.loads(output.read_text())
     assert again["records"][:-1] == content["records"]
     run("plots.py", str(output))
@@ -108,8 +108,14 @@ def test_the_rule_looks_further_while_the_best_is_at_an_end() -> None:
         for one in missing:
             found[one] = record(0.5 + one.warmup if one.lr == 4e-3 else one.lr)
     assert (lr, warmup) == (4e-3, 0.3)
-    assert {r.lr for r in found} == {5e-4, 1e-3, 2e-3, 4e-3, 8e-3}
+    assert {r.lr for r in found} == {1e-3, 2e-3, 4e-3, 8e-3}
     assert {(r.loss, r.steps, r.seed) for r in found} == {("clip", 512, TUNING_SEED)}
+    assert len(found) == 4 + 1  # and a warm-up
+
+
+def test_the_largest_batches_take_another_ones_rate() -> None:
+    _, _, missing = tuned(Point("icons", "clip", 131_072, 131_072), 2**25, {})
+    assert {(run.batch, run.steps) for run in missing} == {(65_536, 512)}
 
 
 def test_runs_of_equal_time_have_the_samples_that_fit_into_it() -> None:
@@ -119,9 +125,10 @@ def test_runs_of_equal_time_have_the_samples_that_fit_into_it() -> None:
     ]
     small = Point("icons", "clip", 1024, 1024)
     assert samples_by_time(small, 10 * 65_536, times) == 10 * 32 * 1024
-    assert samples_by_time(small._replace(group=512), 10 * 65_536, times) == 0
     assert samples_by_time(small._replace(batch=65_536, group=65_536), 65_536, times) == 0
     assert samples_by_time(small._replace(loss="siglip"), 65_536, times) == 0
+    times[0]["ms"] = 2.05  # nearly as long for as many samples
+    assert samples_by_time(small, 10 * 65_536, times) == 0
 
 
 def test_the_time_of_a_run_is_expected_by_its_batch() -> None:
