@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
@@ -40,7 +39,7 @@ from megabatch.training.world import World
 #: Models with micro-batches of about the sizes that the trainer chooses on an H200.
 MODELS = {
     **{"ViT-B-32": 2048, "ViT-B-16": 512, "ViT-L-14": 512},
-    **{"minilm": 2048, "bert-base": 2048},
+    **{"minilm": 4096, "bert-base": 2048},
 }
 LONGEST = 100  #: kernels that a record has
 
@@ -86,11 +85,14 @@ def main() -> None:
     for model in options.models:
         torch._dynamo.reset()
         rows = options.micro_batch_size or MODELS[model]
-        trainer, batch = prepared(model, rows, options)
-        unprofiled = timed_calls([partial(trainer.train_step, batch)] * 5, options.device)
+        trainer, whole = prepared(model, rows, options)
         for size, kept in zip(options.batch_sizes, options.kept, strict=True):
+            count = min(options.micro_batches, -(-size // rows))
+            n = min(size, rows * count)
+            batch = Batch(whole.images[:n], whole.texts[:n], torch.arange(n))
+            *_, unprofiled = timed_calls([partial(trainer.train_step, batch)] * 3, options.device)
             rate = product_rate(options.device, torch.bfloat16, options.product, options.seconds)
-            with Profile(trainer, repeats=max(1, size // len(batch))) as profile:
+            with Profile(trainer, repeats=size // n) as profile:
                 trainer.train_step(batch)
             found.append(
                 Record(
@@ -100,17 +102,17 @@ def main() -> None:
                     dtype="bfloat16",
                     b=size,
                     micro_batch_size=rows,
-                    micro_batches=options.micro_batches,
+                    micro_batches=count,
                     kept_micro_batches=kept,
                     profiled_seconds=sum(profile.lengths.values()),
-                    unprofiled_seconds=statistics.median(unprofiled[2:]) / 1e3,
+                    unprofiled_seconds=unprofiled / 1e3,
                     product_tflops=rate / 1e12,
-                    **of_step(profile, size / rows, kept, options.micro_batches, rate),
+                    **of_step(profile, size / n * count, kept, count, rate),
                 )
             )
             print(shown(found[-1]), flush=True)
             records.write(options.output, records.command_line(options.output), found)
-        del trainer, batch, profile
+        del trainer, whole, batch, profile
         gc.collect()
 
 
@@ -198,7 +200,7 @@ def arguments() -> argparse.Namespace:
     options.product, options.seconds = 8192, 2.0
     if options.smallest:
         options.device, options.product, options.seconds = "cpu", 256, 0.0
-        options.batch_sizes, options.micro_batch_size = [32, 64], 8
+        options.batch_sizes, options.micro_batch_size = [16, 64], 8
     options.kept = options.kept or [0] * len(options.batch_sizes)
     if options.model_config:
         open_clip.add_model_config(options.model_config)
