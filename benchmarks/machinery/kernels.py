@@ -93,8 +93,8 @@ class Profile(Parts):
     def _read(self, events: Iterable[Any]) -> None:
         """Sort into parts: kernels, and operations of what the host called."""
         host = [e for e in events if e.device_type == DeviceType.CPU]
-        ranges = {event.name for event in host}  # of the host, which kineto repeats on the GPU
-        on_gpu = [e for e in events if e.device_type != DeviceType.CPU and e.name not in ranges]
+        # Kineto repeats the host's ranges on the GPU.
+        on_gpu = [e for e in events if e.device_type != DeviceType.CPU and not e.is_user_annotation]
         host_marks = sorted(e.time_range.start for e in host if e.name == _MARK)
         marks = sorted(e.time_range.start for e in on_gpu if _SLEEP in e.name) or host_marks
         assert len(marks) == len(host_marks) == len(self._names)
