@@ -164,6 +164,20 @@ def test_throughput_beside_openclip(tmp_path: Path) -> None:
     assert last["first_loss"] == pytest.approx(records[-1]["first_loss"], rel=2e-3)
 
 
+def test_step_time(tmp_path: Path) -> None:
+    output = tmp_path / "step-time.json"
+    words = "--smallest", "--kept", "1", "8", *tiny_clip(tmp_path), f"--output={output}"
+    run("step_time.py", *words)
+    first, second = json.loads(output.read_text())["records"]
+    assert [(r["b"], r["micro_batches"]) for r in (first, second)] == [(16, 2), (64, 4)]
+    for record in first, second:
+        families = record["families"].values()
+        assert sum(family["seconds"] for family in families) == pytest.approx(record["seconds"])
+        assert sum(family["share"] for family in families) == pytest.approx(1)
+    assert second["parts"]["images, first pass"]["products"] == 0  # all are kept
+    assert first["parts"]["images, first pass"]["products"] > 0
+
+
 @pytest.mark.concurrency
 def test_openclip_trainer(tmp_path: Path) -> None:
     output = tmp_path / "o.json"
