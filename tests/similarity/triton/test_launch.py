@@ -6,7 +6,7 @@ import inspect
 import re
 import runpy
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ import megabatch as mb
 from megabatch.similarity.triton import launch as module
 from megabatch.similarity.triton import paired, sigmoid, softmax, tiles
 from megabatch.similarity.triton.blocks import Block
-from megabatch.similarity.triton.launch import VARYING, Kernel, kernel, kinds
+from megabatch.similarity.triton.launch import VARYING, Descriptor, Kernel, flattened, kernel
 
 WIDE = torch.zeros(8, 64, dtype=torch.float16)
 
@@ -45,20 +45,31 @@ class Jitted:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         def bound(*arguments: Any, **options: Any) -> Compiled:
             self.launches.append(("bound", grid, arguments, options))
-            return Compiled(self)
+            return Compiled(self, sum(type(a) is TensorDescriptor for a in arguments))
 
         return bound
 
 
 class Compiled:
+    """As of Triton 3.6: what `run` is launches in C, around it a closure encodes descriptors."""
+
     function, packed_metadata = "function", "metadata"
 
-    def __init__(self, jitted: Jitted) -> None:
-        self.jitted = jitted
+    def __init__(self, jitted: Jitted, descriptors: int) -> None:
+        def directly(x: int, y: int, z: int, *given: Any) -> None:
+            options = "stream", "function", False, False, None, None, "metadata", None, None, None
+            assert given[:10] == options
+            jitted.launches.append(("directly", (x, y, z), given[10:]))
 
-    def run(self, x: int, y: int, z: int, *arguments: Any) -> None:
-        assert arguments[:6] == ("stream", "function", "metadata", None, None, None)
-        self.jitted.launches.append(("directly", (x, y, z), arguments[6:]))
+        launcher, tensordesc_meta = partial(directly), ["encoding"] * descriptors
+
+        def wrapped(*arguments: Any) -> None:
+            launcher(*arguments, tensordesc_meta)
+
+        self.run = SimpleNamespace(
+            launch=wrapped if descriptors else launcher, global_scratch_size=0,
+            profile_scratch_size=0, launch_cooperative_grid=False, launch_pdl=False,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -87,8 +98,45 @@ def test_the_second_launch_is_of_the_compiled_kernel(made: Kernel) -> None:
     first, second = made.jitted.launches
     assert first == ("bound", (7,), tuple(USUAL.values()), {"num_warps": 8, "num_stages": 3})
     assert second[:2] == ("directly", (9, 1, 1))
-    assert second[2][0].data_ptr() == WIDE[2:].data_ptr()
-    assert second[2][1:] == (None, 48, 0, 128, True)
+    assert second[2] == (WIDE[2:].data_ptr(), None, 48, 0, 128, True)
+
+
+def test_descriptors_are_encoded_once_for_a_place(
+    made: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded = []
+
+    def encode(a: TensorDescriptor, encoding: str) -> list[Any]:
+        assert encoding == "encoding"
+        encoded.append(a.base.data_ptr())
+        return [f"map {len(encoded)}", *a.shape, *a.strides]
+
+    monkeypatch.setattr(module.cuda_driver, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(module, "ENCODED", 2)
+    places = [WIDE, WIDE[2:], WIDE, WIDE[2:], WIDE[4:], WIDE]
+    for x in (WIDE, *places):
+        made.launch(1, **USUAL | {"x": Descriptor(x, [4, 64])})
+    assert made.jitted.launches[0][2][0].block_shape == [4, 64]  # Triton's own
+    expected = [(1, WIDE), (2, WIDE[2:]), (1, WIDE), (2, WIDE[2:]), (3, WIDE[4:]), (4, WIDE)]
+    for (*_, values), (k, x) in zip(made.jitted.launches[1:], expected, strict=True):
+        assert values == (f"map {k}", *x.shape, 64, 1, None, 32, 0, 128, True)
+    assert encoded == [x.data_ptr() for x in (WIDE, WIDE[2:], WIDE[4:], WIDE)]
+
+
+def test_a_kernel_that_needs_memory_goes_through_triton(
+    made: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind = made._bind
+
+    def needing(*given: Any) -> Any:
+        compiled = bind(*given)
+        compiled.run.profile_scratch_size = 8
+        return compiled
+
+    monkeypatch.setattr(made, "_bind", needing)
+    for _ in range(2):
+        made.launch(1, **USUAL)
+    assert how_launched(made) == ["bound", "bound"]
 
 
 def test_a_block_gives_the_arguments_that_are_named_as_its_attributes(made: Kernel) -> None:
@@ -147,8 +195,8 @@ def test_names_of_arguments_are_those_of_some_kernel() -> None:
         {"n": 1 << 40},
         {"n": None},
         {"x": None},
-        {"x": TensorDescriptor.from_tensor(WIDE, [4, 64])},
-        {"x": TensorDescriptor.from_tensor(WIDE, [4, 32]), "of": [4, 64]},
+        {"x": Descriptor(WIDE, [4, 64])},
+        {"x": Descriptor(WIDE, [4, 32]), "of": [4, 64]},
         {"x": None, "y": WIDE},
         {"B": 64},
         {"num_warps": 8},
@@ -160,8 +208,9 @@ def test_arguments_that_need_another_kernel_go_through_triton(
     made: Kernel, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`of`: the tile of a descriptor in the launch before."""
+    monkeypatch.setattr(module.cuda_driver, "make_tensordesc_arg", lambda *given: [])
     tile = changed.pop("of", None)
-    made.launch(1, **USUAL | ({"x": TensorDescriptor.from_tensor(WIDE, tile)} if tile else {}))
+    made.launch(1, **USUAL | ({"x": Descriptor(WIDE, tile)} if tile else {}))
     device = changed.pop("device", 0)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
     made.launch(1, **USUAL | changed)
@@ -196,6 +245,17 @@ def test_undocumented_names_of_triton(name: str) -> None:
         given = r"grid_2, stream, kernel.function, kernel.packed_metadata, launch_metadata,"
         hooks = r"knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, \*bound_args"
         assert re.search(rf"kernel.run\(grid_0, grid_1, {given}\s*{hooks}", body), purpose
+
+
+@pytest.mark.skipif(not module.past_binding, reason="this Triton's launcher is not called directly")
+def test_arguments_of_the_launcher_in_c() -> None:
+    driver = module.cuda_driver
+    body = inspect.getsource(driver.CudaLauncher.__call__)
+    given = r"stream, function, self.launch_cooperative_grid, self.launch_pdl,\s*global_scratch, "
+    assert re.search(rf"self.launch\(gridX, gridY, gridZ, {given}profile_scratch, \*args\)", body)
+    body = inspect.getsource(driver.wrap_handle_tensordesc)
+    assert "final_args.extend(make_tensordesc_arg(arg, tensordesc_meta[tensordesc_idx]))" in body
+    assert "return launcher(*final_args)" in body
 
 
 @pytest.mark.gpu
@@ -252,9 +312,11 @@ def test_arguments_of_one_kind_have_one_specialisation_in_triton(
     one: tuple[Any, ...], data: st.DataObject
 ) -> None:
     other = tuple(similar(argument, data) for argument in one)
-    if kinds(one) == kinds(other):
+    if flattened(one)[0] == flattened(other)[0]:
         assert _bound(*one)[1] == _bound(*other)[1]
 
 
 def test_numbers_of_one_divisibility_are_of_one_kind() -> None:
-    assert kinds((100, 160, 0, WIDE, None)) == kinds((101, 320, 0, WIDE[1:], None))
+    kinds, values = flattened((100, 160, 0, WIDE, None))
+    assert kinds == flattened((101, 320, 0, WIDE[1:], None))[0]
+    assert values == [100, 160, 0, WIDE.data_ptr(), None]

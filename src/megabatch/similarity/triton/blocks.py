@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
 from megabatch.similarity.matrix import PAIRED, Matrix
 from megabatch.similarity.tiles import State, Tiles
 from megabatch.similarity.triton.blocking import TILE, block_shape, cdiv, padded, product_strips
-from megabatch.similarity.triton.launch import Kernel, kernel
+from megabatch.similarity.triton.launch import Descriptor, Kernel, kernel
 from megabatch.similarity.triton.tiles import (
     DROPPED,
     NO_DIAGONAL,
@@ -196,9 +195,9 @@ class Features:
         self.x = aligned(x)
         self.y = self.x if y is x else aligned(y)
         self.d = self.x.shape[1]
-        self._descriptors: dict[int, tuple[TensorDescriptor, TensorDescriptor]] = {}
+        self._descriptors: dict[int, tuple[Descriptor, Descriptor]] = {}
 
-    def descriptors(self, columns: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    def descriptors(self, columns: int) -> tuple[Descriptor, Descriptor]:
         """For products of so many features a step."""
         # Made once, not per launch, and on demand: there are none of an empty shard.
         if columns not in self._descriptors:
@@ -222,9 +221,9 @@ def aligned(x: Tensor) -> Tensor:
     return x
 
 
-def new_descriptor(x: Tensor, columns: int) -> TensorDescriptor:
+def new_descriptor(x: Tensor, columns: int) -> Descriptor:
     """TILE rows by so many columns of a matrix at a time, for the GPU's copy engine (TMA)."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [TILE, columns])
+    return Descriptor(x, [TILE, columns])
 
 
 # --- gradients of features ------------------------------------------------------------------------

@@ -37,12 +37,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity.backends import capability
 from megabatch.similarity.triton.blocking import TILE
 from megabatch.similarity.triton.blocks import Block
-from megabatch.similarity.triton.launch import Kernel, past_binding
+from megabatch.similarity.triton.launch import Descriptor, Kernel, past_binding
 from megabatch.similarity.triton.tiles import (
     B,
     BlockSide,
@@ -109,18 +108,14 @@ class GluonKernel(Kernel):
     def __init__(self, function: Callable[..., None]) -> None:
         super().__init__(function, Block.NAMES, gluon.jit)
 
-    def _bind(self, programs: int, arguments: tuple[Any, ...], *rest: Any) -> Any:
-        # Compiled kernels take Triton's descriptors too.
-        return super()._bind(programs, tuple(map(_with_layout, arguments)), *rest)
-
-
-def _with_layout(a: Any) -> Any:
-    """Gluon's descriptor for Triton's; other arguments as they are."""
-    if type(a) is not TensorDescriptor:
-        return a
-    dtype = gl.float16 if a.base.dtype == torch.float16 else gl.bfloat16
-    layout = gl.NVMMASharedLayout.get_default_for(a.block_shape, dtype)
-    return GluonDescriptor(a.base, a.shape, a.strides, a.block_shape, layout)
+    @staticmethod
+    def descriptor(a: Any) -> Any:
+        """Gluon's descriptor for one of ours; compiled kernels take Triton's too."""
+        if type(a) is not Descriptor:
+            return a
+        dtype = gl.float16 if a.base.dtype == torch.float16 else gl.bfloat16
+        layout = gl.NVMMASharedLayout.get_default_for(a.block_shape, dtype)
+        return a.made(GluonDescriptor, layout)
 
 
 # --- the three parties ----------------------------------------------------------------------------

@@ -6,7 +6,9 @@ keyword. Only the kernel's signature orders them.
 Triton's own launch, `jitted[grid](...)`, binds, classifies and hashes all arguments in Python: tens
 of microseconds, which a small batch waits for. The outcome depends only on the constants and on the
 kind of each argument. The first launch with the same constants and kinds goes through Triton; later
-ones call the compiled kernel directly, as Triton's tutorial on a fused softmax does.
+ones call the compiled kernel's launcher, a function in C. It takes addresses in place of tensors,
+which spares it a call of the driver for each, and descriptors as Triton encodes them for the GPU,
+which is done once for each place in memory.
 
 Direct launches need undocumented parts of Triton (`PURPOSES`). Only this file knows of them, and it
 uses them only with the versions of Triton that they were tested with.
@@ -14,6 +16,7 @@ uses them only with the versions of Triton that they were tested with.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia import driver as cuda_driver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -31,6 +35,9 @@ PURPOSES = {
     "runtime.jit.JITFunction.run": "to get the compiled kernel that a launch used",
     "compiler.CompiledKernel.run": "to launch a compiled kernel without binding its arguments, "
     "as JITFunction.run does, with no hooks of Triton's own profiler",
+    "backends.nvidia.driver.CudaLauncher": "what `run` is: to call its launcher in C",
+    "backends.nvidia.driver.wrap_handle_tensordesc": "to find that launcher in its closure",
+    "backends.nvidia.driver.make_tensordesc_arg": "to encode a descriptor as that closure does",
     "runtime.driver": "to get the current stream, as JITFunction.run does",
 }
 #: Versions whose compiled kernels have been launched directly on a GPU. To add one, run
@@ -48,6 +55,8 @@ VARYING = (
     "col_is_first", "col_is_last", "col_partials", "col_tiles", "first_col_tile",
     "gradient_stride", "result_stride", "stride",
 )  # fmt: skip
+#: Places in memory whose descriptors a compiled kernel keeps.
+ENCODED = 64
 
 #: Whether compiled kernels are launched directly.
 past_binding = ".".join(triton.__version__.split(".")[:2]) in TESTED
@@ -73,22 +82,24 @@ class Kernel:
     ) -> None:
         self.jitted: Any = jit(do_not_specialize=VARYING)(function)
         self.launch: Callable[..., None] = _launch_by_name(function, shared, self._launch)
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._launchers: dict[tuple[Any, ...], Launcher] = {}
 
     def _launch(self, programs: int, arguments: tuple[Any, ...], *rest: Any) -> None:
         """Launch with arguments in the signature's order; `rest` as `_bind` takes it."""
         if not (past_binding and isinstance(self.jitted, JITFunction)):  # or it is interpreted
             self._bind(programs, arguments, *rest)
             return
-        device = torch.cuda.current_device()
-        key = device, rest, kinds(arguments)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = self._bind(programs, arguments, *rest)
-            return
-        stream, hooks = driver.active.get_current_stream(device), (None, None, None)
-        of_kernel = compiled.function, compiled.packed_metadata
-        compiled.run(programs, 1, 1, stream, *of_kernel, *hooks, *arguments, *rest[0])
+        device, (kinds, values) = torch.cuda.current_device(), flattened(arguments)
+        key = device, rest, kinds
+        launcher = self._launchers.get(key)
+        if launcher is None:
+            compiled = self._bind(programs, arguments, *rest)
+            run = compiled.run
+            if not (run.global_scratch_size or run.profile_scratch_size):  # which Triton allocates
+                self._launchers[key] = Launcher(compiled, arguments)
+        else:
+            stream = driver.active.get_current_stream(device)
+            launcher.launch(programs, stream, values, rest[0])
 
     def _bind(
         self,
@@ -100,8 +111,14 @@ class Kernel:
     ) -> Any:
         """Launch through Triton; return the compiled kernel."""
         return self.jitted[(programs,)](
-            *arguments, *constants, num_warps=num_warps, num_stages=num_stages
-        )
+            *map(self.descriptor, arguments), *constants,
+            num_warps=num_warps, num_stages=num_stages,
+        )  # fmt: skip
+
+    @staticmethod
+    def descriptor(a: Any) -> Any:
+        """Triton's descriptor for one of ours; other arguments as they are."""
+        return a.made(TensorDescriptor) if type(a) is Descriptor else a
 
 
 def kernel(function: Callable[..., None]) -> Kernel:
@@ -137,27 +154,86 @@ def _launch_by_name(
     return made
 
 
-def kinds(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The kind of each argument: launches with the same kinds share a compiled kernel.
+class Descriptor:
+    """A matrix, of which a kernel takes a tile at a time by the GPU's copy engine (TMA).
 
-    Triton specialises a kernel to dtypes, to addresses that divide by 16 and to numbers that are 1
-    or divide by 16. Kinds distinguish a few more numbers, also those that no kernel is specialised
-    to: that costs a few dozen entries in all.
+    Triton's own checks its fields whenever one is made, and is encoded at each launch.
     """
-    found: list[Any] = []
-    for a in arguments:
+
+    __slots__ = ("base", "block_shape", "kind", "place")
+
+    def __init__(self, base: Tensor, block_shape: list[int]) -> None:
+        self.base, self.block_shape = base, block_shape
+        self.kind = base.dtype, *block_shape  #: see `flattened`
+        self.place = base.data_ptr(), base.shape, base.stride()
+
+    def made(self, kind: Callable[..., Any], *options: Any) -> Any:
+        """The same as a descriptor of another class."""
+        shape, strides = list(self.base.shape), list(self.base.stride())
+        return kind(self.base, shape, strides, self.block_shape, *options)
+
+
+def flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
+    """The kind of each argument, and the arguments with addresses in place of tensors.
+
+    Launches with the same kinds share a compiled kernel. Triton specialises it to dtypes, to
+    addresses that divide by 16 and to numbers that are 1 or divide by 16. Kinds distinguish a few
+    more numbers, also those that no kernel is specialised to: that costs a few dozen entries in
+    all.
+    """
+    kinds: list[Any] = []
+    values = list(arguments)
+    for i, a in enumerate(values):
         kind = type(a)
         if kind is int:
-            if 0 <= a < 16:
-                found.append(a)
-            else:  # 16 to 19: int32 or int64, a multiple of 16 or not
-                found.append((16 if a.bit_length() < 32 else 18) + (a % 16 == 0))
+            kinds.append(_kind_of_number(a))
         elif a is None:
-            found.append(None)
+            kinds.append(None)
         elif kind is Tensor or isinstance(a, Tensor):
-            found.append(a.dtype if a.data_ptr() % 16 == 0 else (a.dtype,))
-        elif kind is TensorDescriptor:
-            found.append((a.base.dtype, *a.block_shape))
+            values[i] = address = a.data_ptr()
+            kinds.append((a.dtype,) if address % 16 else a.dtype)
+        elif kind is Descriptor:
+            kinds.append(a.kind)
         else:
-            found.append(kind)
-    return tuple(found)
+            kinds.append(kind)
+    return tuple(kinds), values
+
+
+@functools.lru_cache(4096)  # a step has the same few numbers again and again
+def _kind_of_number(a: int) -> int:
+    if 0 <= a < 16:
+        return a
+    # 16 to 19: int32 or int64, a multiple of 16 or not
+    return (16 if a.bit_length() < 32 else 18) + (a % 16 == 0)
+
+
+class Launcher:
+    """The launcher in C of a compiled kernel, without hooks of Triton's own profiler."""
+
+    def __init__(self, compiled: Any, arguments: tuple[Any, ...]) -> None:
+        run, encodings = compiled.run, []
+        self._launch = run.launch
+        if inspect.isfunction(run.launch):  # which encodes the descriptors among the arguments
+            inside = inspect.getclosurevars(run.launch).nonlocals
+            self._launch, encodings = inside["launcher"], inside["tensordesc_meta"]
+        self._options = (
+            compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
+            compiled.packed_metadata, None, None, None,
+        )  # fmt: skip
+        places = [i for i, a in enumerate(arguments) if type(a) is Descriptor]
+        # From the last one on, as each becomes several values.
+        self._encodings = list(zip(places, encodings, strict=True))[::-1]
+        self._encoded: dict[tuple[Any, ...], list[Any]] = {}
+
+    def launch(self, programs: int, stream: int, values: list[Any], constants: Any) -> None:
+        """Launch with the values of `flattened`, which are changed."""
+        for i, encoding in self._encodings:
+            key = i, values[i].place
+            if key not in self._encoded:
+                if len(self._encoded) == ENCODED:
+                    self._encoded.clear()
+                made = cuda_driver.make_tensordesc_arg(values[i].made(TensorDescriptor), encoding)
+                # On a GPU without TMA the matrix itself comes first.
+                self._encoded[key] = flattened(tuple(made))[1]
+            values[i : i + 1] = self._encoded[key]
+        self._launch(programs, 1, 1, stream, *self._options, *values, *constants)

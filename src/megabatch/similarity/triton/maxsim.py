@@ -19,7 +19,6 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megabatch.similarity import settings
 from megabatch.similarity.eager import BUFFERS, buffer_views
@@ -28,7 +27,7 @@ from megabatch.similarity.matrix import PAIRED, Matrix
 from megabatch.similarity.tiles import State
 from megabatch.similarity.triton.blocking import TILE, cdiv
 from megabatch.similarity.triton.blocks import aligned, block_diagonal
-from megabatch.similarity.triton.launch import kernel
+from megabatch.similarity.triton.launch import Descriptor, kernel
 from megabatch.similarity.triton.scores import COLS, OWN, ROWS, merge_scores, score_gradients
 from megabatch.similarity.triton.softmax import BinaryStates, new_upstream
 
@@ -78,8 +77,8 @@ class MaxSimKernelTiles(BinaryStates, MaxSimTiles):
         tiles, tokens, length = cdiv(m, TILE), 64 if places is None else 128, self.y.shape[1]
         largest_products.launch(
             tiles * cdiv(n, DOCUMENTS),
-            x=TensorDescriptor.from_tensor(self._tokens_x, [TILE, self._width]),
-            y=TensorDescriptor.from_tensor(self._tokens_y, [tokens, self._width]),
+            x=Descriptor(self._tokens_x, [TILE, self._width]),
+            y=Descriptor(self._tokens_y, [tokens, self._width]),
             lengths=None if lengths is None else lengths[j],
             out=sums, stride=sums.stride(0), places=places,
             row_start=i.start * self._padded, m=m, tiles=tiles,
