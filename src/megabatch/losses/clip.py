@@ -103,8 +103,9 @@ class ClipLoss(ContrastiveLoss):
             terms="no weights" if weights is None else "weights",
         )
         assert columns is not None
+        alone = batch is None and weights is None and not self.label_smoothing and len(x) > 0
         if single:
-            losses = paired_losses(rows, columns)
+            losses = paired_losses(rows, columns, mean=alone)
         else:
             losses = (cross_entropy(Split.of(rows)) + cross_entropy(Split.of(columns))) / 2
         if self.label_smoothing:
@@ -114,7 +115,9 @@ class ClipLoss(ContrastiveLoss):
             sides = rows, columns
             of_rows, of_columns = (s[2] if single else s[2] / s[3].detach() for s in sides)
             losses = losses + self.label_smoothing * (of_rows + of_columns) / 2
-        loss = global_mean(losses, self.group, weights, name="image_features", batch=batch)
+        loss = losses
+        if losses.dim():
+            loss = global_mean(losses, self.group, weights, name="image_features", batch=batch)
         if self.label_smoothing:
             loss = loss - self.label_smoothing * self._mean_logit(x, y, scale, weights)
         loss = keep_in_graph(loss, bias)
@@ -186,8 +189,8 @@ class DistillClipLoss(ContrastiveLoss):
 # --- each pair's loss -----------------------------------------------------------------------------
 
 
-def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
-    """Mean of -log p of each pair along its row and along its column, (m,).
+def paired_losses(rows: Tensor, columns: Tensor, *, mean: bool = False) -> Tensor:
+    """Mean of -log p of each pair along its row and along its column, (m,); `mean`: theirs, ().
 
     Args:
         rows, columns: (4, m), the numbers of a `Split` for either side; each pair has one positive,
@@ -198,7 +201,8 @@ def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
     if not traced and backends.kernels_available(rows):
         from megabatch.similarity.triton import paired  # Triton, where it is needed
 
-        losses: Tensor = paired.paired_losses(rows, columns)
-        return losses
+        found: Tensor = paired.paired_losses(rows, columns, mean)
+        return found
     of_rows, of_columns = (minus_log_probability(side[2], side[0]) for side in (rows, columns))
-    return (of_rows + of_columns) / 2
+    losses = (of_rows + of_columns) / 2
+    return losses.mean() if mean else losses

@@ -36,7 +36,7 @@ def test_losses_and_gradients(m: int, stride: int) -> None:
         upstream = upstream[:1].expand(m)
     for side in sides:
         side.requires_grad_()
-    out = paired.paired_losses(*sides)
+    out = paired.paired_losses(*sides, False)
     exact = [side.detach().double() for side in sides]
     z = [side[0] - side[2] for side in exact]
     truth = sum(part.clamp(min=0) + torch.log1p((-part.abs()).exp()) for part in z) / 2
@@ -48,13 +48,22 @@ def test_losses_and_gradients(m: int, stride: int) -> None:
         torch.testing.assert_close(gradient[0].double(), expected, rtol=4e-6, atol=0)
         assert torch.equal(gradient[2], -gradient[0])
         assert (gradient[1::2] == 0).all()
+    # Their mean is the same in one operator.
+    mean = paired.paired_losses(*sides, True)
+    assert torch.equal(mean, out.mean())
+    gradients = torch.autograd.grad(mean, sides, upstream[0])
+    for found, one in zip(gradients, sides, strict=True):
+        expected = upstream[0].double() / m * (one[0] - one[2]).double().sigmoid() / 2
+        torch.testing.assert_close(found[0].double(), expected, rtol=4e-6, atol=0)
+        assert torch.equal(found[2], -found[0])
+        assert (found[1::2] == 0).all()
 
 
 def test_non_finite_margins() -> None:
     infinity = torch.inf
     side = stacks(torch.tensor([-infinity, infinity, torch.nan], device=DEVICE), 0)
     other = stacks(torch.full((3,), -infinity, device=DEVICE), 0)
-    out = paired.paired_losses(side, other)
+    out = paired.paired_losses(side, other, False)
     assert out[:2].tolist() == [0, infinity]
     assert out[2].isnan()
     drows, dcols = paired.paired_gradients(side, other, torch.ones(3, device=DEVICE))
@@ -65,7 +74,8 @@ def test_non_finite_margins() -> None:
 
 def test_registered_with_torch() -> None:
     sides = [(5 * torch.randn(4, 3, device=DEVICE)).requires_grad_() for _ in range(2)]
-    torch.library.opcheck(paired.paired_losses.custom, sides)
-    upstream = torch.rand(3, device=DEVICE)
-    given = (*(side.detach() for side in sides), upstream)
-    torch.library.opcheck(paired.paired_gradients.custom, given)
+    for mean in (False, True):
+        torch.library.opcheck(paired.paired_losses.custom, (*sides, mean))
+        upstream = torch.rand(() if mean else (3,), device=DEVICE)
+        given = (*(side.detach() for side in sides), upstream)
+        torch.library.opcheck(paired.paired_gradients.custom, given)

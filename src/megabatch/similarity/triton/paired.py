@@ -20,42 +20,49 @@ BLOCK = 256
 
 
 @operator("paired_losses")
-def paired_losses(rows: Tensor, columns: Tensor) -> Tensor:
-    """(m,), the mean of both sides' losses, from their stacks (4, m).
+def paired_losses(rows: Tensor, columns: Tensor, mean: bool) -> Tensor:
+    """(m,), the mean of both sides' losses, from their stacks (4, m); `mean`: the pairs' mean, ().
 
-    One launch, and one for the gradient; torch operations would take 5 and 10.
+    One launch, with `mean` two, and one for the gradient; torch operations would take 5 and 10.
     """
-    out = rows.new_empty(rows.shape[1])
+    size = rows.shape[1]
+    out = rows.new_empty(size)
     with torch.cuda.device_of(rows):
         losses.launch(
-            cdiv(len(out), BLOCK), rows=rows, row_stride=rows.stride(0),
-            cols=columns, col_stride=columns.stride(0), out=out, size=len(out), B=BLOCK,
+            cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0),
+            cols=columns, col_stride=columns.stride(0), out=out, size=size, B=BLOCK,
         )  # fmt: skip
-    return out
+    return out.mean() if mean else out
 
 
 @operator("paired_losses_backward")
 def paired_gradients(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The stacks' gradients (4, m), contiguous, from that of the losses (m,), any stride."""
+    """The stacks' gradients (4, m), contiguous, from that of the losses (m,), any stride.
+
+    Or from that of their mean, ().
+    """
+    of_mean = gradient.dim() == 0
     drows, dcols = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
     size = rows.shape[1]
     with torch.cuda.device_of(rows):
         gradients.launch(
             cdiv(size, BLOCK), rows=rows, row_stride=rows.stride(0),
             cols=columns, col_stride=columns.stride(0),
-            gradient=gradient, gradient_stride=gradient.stride(0),
-            drows=drows, dcols=dcols, size=size, B=BLOCK,
+            gradient=gradient, gradient_stride=0 if of_mean else gradient.stride(0),
+            share=1.0 / size if of_mean else 1.0, drows=drows, dcols=dcols, size=size, B=BLOCK,
         )  # fmt: skip
     return drows, dcols
 
 
-paired_losses.register_fake(lambda rows, columns: rows.new_empty(rows.shape[1]))
+paired_losses.register_fake(
+    lambda rows, columns, mean: rows.new_empty(() if mean else rows.shape[1])
+)
 paired_gradients.register_fake(
     lambda rows, columns, gradient: (rows.new_empty(rows.shape), columns.new_empty(columns.shape))
 )
 paired_losses.register_autograd(
-    lambda ctx, gradient: paired_gradients(*ctx.saved_tensors, gradient),
-    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    lambda ctx, gradient: (*paired_gradients(*ctx.saved_tensors, gradient), None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:2]),
 )
 
 
@@ -71,13 +78,14 @@ def losses(rows, row_stride, cols, col_stride, out, size, B: tl.constexpr):
 
 @kernel
 def gradients(
-    rows, row_stride, cols, col_stride, gradient, gradient_stride, drows, dcols, size,
+    rows, row_stride, cols, col_stride, gradient, gradient_stride, share, drows, dcols, size,
     B: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of both stacks, written with stride `size`."""
+    """Gradients of both stacks, written with stride `size`; of a loss, gradient * share."""
     i = tl.program_id(0) * B + tl.arange(0, B)
     inside = i < size
-    g = 0.5 * tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
+    upstream = tl.load(gradient + i.to(tl.int64) * gradient_stride, mask=inside, other=0.0)
+    g = 0.5 * (upstream * share)
     zero = tl.zeros((B,), tl.float32)
     of_row = g * _sigmoid(_margin(rows, row_stride, i, inside))
     store_rows(drows, size, i, (of_row, zero, -of_row, zero), inside)
