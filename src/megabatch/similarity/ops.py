@@ -14,7 +14,7 @@ from megabatch.torch_internals import transforms_active
 Operands = TypeVar("Operands", bound=tuple[Any, ...])
 Results = TypeVar("Results", bound=tuple[Any, ...])
 
-_PLAIN = {Tensor, nn.Parameter}
+_PLAIN = {Tensor, nn.Parameter, type(None), bool, int, str, float, tuple}
 
 
 class Operator:
@@ -233,7 +233,9 @@ class Reduction(Operator, Generic[Operands, Results]):
 
 def new_gradient(tensor: Tensor | None, need: bool, like: Tensor) -> Tensor:
     """An uninitialised gradient, contiguous; empty, like `like`, if it is not needed."""
-    return tensor.new_empty(tensor.shape) if need and tensor is not None else like.new_empty(0)
+    if need and tensor is not None:
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return like.new_empty(0)
 
 
 def _schema(kind: Any) -> str:
@@ -248,8 +250,8 @@ def _are_plain(arguments: tuple[Any, ...]) -> bool:
 
     Subclasses of Tensor, such as those that trace, and tensors without data cannot.
     """
-    kinds = set(map(type, arguments)) - _PLAIN
-    return not (arguments[0].is_meta or any(issubclass(kind, Tensor) for kind in kinds))
+    others = set(map(type, arguments)) - _PLAIN
+    return not (arguments[0].is_meta or (others and any(issubclass(k, Tensor) for k in others)))
 
 
 def _needs_gradient(argument: Any) -> bool:

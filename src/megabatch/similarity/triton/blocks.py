@@ -50,7 +50,7 @@ class KernelTiles(Tiles):
         self._ds: Tensor | None = None
 
     def _empty(self, *shape: int) -> Tensor:
-        return self.x.new_empty(shape, dtype=torch.float32)
+        return self.scale.new_empty(shape)  # in float32
 
     def _workspace(self, i: slice, j: slice) -> Tensor:
         """Room for dS of a block, in the features' dtype."""
@@ -211,12 +211,11 @@ def aligned(x: Tensor) -> Tensor:
 
     A descriptor takes rows of whole 16 bytes, one after another, at addresses that divide by 16.
     """
-    unit = 16 // x.element_size()
-    if x.shape[1] % unit:
-        return F.pad(x, (0, padded(x.shape[1], x.element_size()) - x.shape[1]))
+    (step, one), width, unit = x.stride(), x.shape[1], 16 // x.element_size()
+    if width % unit:
+        return F.pad(x, (0, padded(width, x.element_size()) - width))
     # Rows that share memory are expanded ones: no descriptor has a stride of 0.
-    overlap = x.stride(0) < x.shape[1]
-    if x.stride(1) != 1 or x.stride(0) % unit or x.data_ptr() % 16 or overlap:
+    if one != 1 or step % unit or step < width or x.data_ptr() % 16:
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

@@ -98,8 +98,7 @@ class Kernel:
             if not (run.global_scratch_size or run.profile_scratch_size):  # which Triton allocates
                 self._launchers[key] = Launcher(compiled, arguments)
         else:
-            stream = driver.active.get_current_stream(device)
-            launcher.launch(programs, stream, values, rest[0])
+            launcher.launch(programs, device, values, rest[0])
 
     def _bind(
         self,
@@ -178,8 +177,7 @@ def flattened(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Any]]:
 
     Launches with the same kinds share a compiled kernel. Triton specialises it to dtypes, to
     addresses that divide by 16 and to numbers that are 1 or divide by 16. Kinds distinguish a few
-    more numbers, also those that no kernel is specialised to: that costs a few dozen entries in
-    all.
+    more numbers, also those that no kernel is specialised to: a few dozen entries in all.
     """
     kinds: list[Any] = []
     values = list(arguments)
@@ -216,6 +214,7 @@ class Launcher:
         if inspect.isfunction(run.launch):  # which encodes the descriptors among the arguments
             inside = inspect.getclosurevars(run.launch).nonlocals
             self._launch, encodings = inside["launcher"], inside["tensordesc_meta"]
+        self._current_stream = driver.active.get_current_stream
         self._options = (
             compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None,
             compiled.packed_metadata, None, None, None,
@@ -225,15 +224,17 @@ class Launcher:
         self._encodings = list(zip(places, encodings, strict=True))[::-1]
         self._encoded: dict[tuple[Any, ...], list[Any]] = {}
 
-    def launch(self, programs: int, stream: int, values: list[Any], constants: Any) -> None:
+    def launch(self, programs: int, device: int, values: list[Any], constants: Any) -> None:
         """Launch with the values of `flattened`, which are changed."""
         for i, encoding in self._encodings:
             key = i, values[i].place
-            if key not in self._encoded:
-                if len(self._encoded) == ENCODED:
+            encoded = self._encoded.get(key)
+            if encoded is None:
+                if len(self._encoded) >= ENCODED:
                     self._encoded.clear()
                 made = cuda_driver.make_tensordesc_arg(values[i].made(TensorDescriptor), encoding)
                 # On a GPU without TMA the matrix itself comes first.
-                self._encoded[key] = flattened(tuple(made))[1]
-            values[i : i + 1] = self._encoded[key]
+                self._encoded[key] = encoded = flattened(tuple(made))[1]
+            values[i : i + 1] = encoded
+        stream = self._current_stream(device)
         self._launch(programs, 1, 1, stream, *self._options, *values, *constants)

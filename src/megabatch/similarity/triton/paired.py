@@ -37,10 +37,7 @@ def paired_losses(rows: Tensor, columns: Tensor, mean: bool) -> Tensor:
 
 @operator("paired_losses_backward")
 def paired_gradients(rows: Tensor, columns: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """The stacks' gradients (4, m), contiguous, from that of the losses (m,), any stride.
-
-    Or from that of their mean, ().
-    """
+    """The stacks' gradients (4, m), contiguous, from that of the losses (m,) or of their mean."""
     of_mean = gradient.dim() == 0
     drows, dcols = rows.new_empty(rows.shape), columns.new_empty(columns.shape)
     size = rows.shape[1]
