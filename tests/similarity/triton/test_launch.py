@@ -19,6 +19,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia import driver
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -111,7 +112,7 @@ def test_descriptors_are_encoded_once_for_a_place(
         encoded.append(a.base.data_ptr())
         return [f"map {len(encoded)}", *a.shape, *a.strides]
 
-    monkeypatch.setattr(module.cuda_driver, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
     monkeypatch.setattr(module, "ENCODED", 2)
     places = [WIDE, WIDE[2:], WIDE, WIDE[2:], WIDE[4:], WIDE]
     for x in (WIDE, *places):
@@ -208,7 +209,7 @@ def test_arguments_that_need_another_kernel_go_through_triton(
     made: Kernel, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`of`: the tile of a descriptor in the launch before."""
-    monkeypatch.setattr(module.cuda_driver, "make_tensordesc_arg", lambda *given: [])
+    monkeypatch.setattr(driver, "make_tensordesc_arg", lambda *given: [])
     tile = changed.pop("of", None)
     made.launch(1, **USUAL | ({"x": Descriptor(WIDE, tile)} if tile else {}))
     device = changed.pop("device", 0)
@@ -249,7 +250,6 @@ def test_undocumented_names_of_triton(name: str) -> None:
 
 @pytest.mark.skipif(not module.past_binding, reason="this Triton's launcher is not called directly")
 def test_arguments_of_the_launcher_in_c() -> None:
-    driver = module.cuda_driver
     body = inspect.getsource(driver.CudaLauncher.__call__)
     given = r"stream, function, self.launch_cooperative_grid, self.launch_pdl,\s*global_scratch, "
     assert re.search(rf"self.launch\(gridX, gridY, gridZ, {given}profile_scratch, \*args\)", body)

@@ -6,9 +6,8 @@ keyword. Only the kernel's signature orders them.
 Triton's own launch, `jitted[grid](...)`, binds, classifies and hashes all arguments in Python: tens
 of microseconds, which a small batch waits for. The outcome depends only on the constants and on the
 kind of each argument. The first launch with the same constants and kinds goes through Triton; later
-ones call the compiled kernel's launcher, a function in C. It takes addresses in place of tensors,
-which spares it a call of the driver for each, and descriptors as Triton encodes them for the GPU,
-which is done once for each place in memory.
+ones call the compiled kernel's launcher in C. It takes addresses in place of tensors, with no call
+of the driver for each, and descriptors that are encoded once for each place in memory.
 
 Direct launches need undocumented parts of Triton (`PURPOSES`). Only this file knows of them, and it
 uses them only with the versions of Triton that they were tested with.
@@ -24,7 +23,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton.backends.nvidia import driver as cuda_driver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -230,9 +228,11 @@ class Launcher:
             key = i, values[i].place
             encoded = self._encoded.get(key)
             if encoded is None:
+                from triton.backends.nvidia.driver import make_tensordesc_arg
+
                 if len(self._encoded) >= ENCODED:
                     self._encoded.clear()
-                made = cuda_driver.make_tensordesc_arg(values[i].made(TensorDescriptor), encoding)
+                made = make_tensordesc_arg(values[i].made(TensorDescriptor), encoding)
                 # On a GPU without TMA the matrix itself comes first.
                 self._encoded[key] = encoded = flattened(tuple(made))[1]
             values[i : i + 1] = encoded
