@@ -84,6 +84,38 @@ def test_features_and_gradients_are_the_same(kind: type[nn.Module], text: dict[s
         compare(made, own, 8)
 
 
+def rows_of_last_mlp(module: Any) -> list[int]:
+    """How many tokens of a sequence go through it, in both towers."""
+    found: list[int] = []
+    for tower in (module.visual, getattr(module, "text", module)):
+        mlp = tower.transformer.resblocks[-1].mlp
+        mlp.register_forward_pre_hook(lambda _, args: found.append(args[0].shape[1]))
+    features(module)
+    return found
+
+
+@pytest.mark.parametrize("kind", [CLIP, CustomTextCLIP])
+def test_the_last_block_computes_only_what_is_pooled(kind: type[nn.Module]) -> None:
+    assert rows_of_last_mlp(model(kind)) == [5, CONTEXT]
+    assert rows_of_last_mlp(fast(model(kind))) == [1, 1]
+    assert rows_of_last_mlp(fast(model(kind, pool_type="first"))) == [1, CONTEXT]
+
+
+@pytest.mark.parametrize("vision", [{"pool_type": "avg"}, {"attentional_pool": True}])
+def test_other_poolings_of_images_need_all_tokens(vision: dict[str, Any]) -> None:
+    own = model(vision=vision | {"attn_pooler_heads": 2})
+    made = fast(own)
+    compare(made, own)
+    assert rows_of_last_mlp(made) == [5, 1]
+
+
+def test_towers_that_return_tokens_compute_them() -> None:
+    own = model(CustomTextCLIP, {"output_tokens": True}, output_tokens=True)
+    made = fast(own)
+    for found, expected in zip(features(made), features(own), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_texts_without_a_mask() -> None:
     own = model(CustomTextCLIP, no_causal_mask=True)
     made = fast(own)
@@ -120,13 +152,14 @@ def test_compiled_and_computed_again() -> None:
 
 
 @pytest.mark.usefixtures("no_graphs")
-def test_texts_of_all_lengths_share_a_graph() -> None:
+def test_texts_of_all_lengths_share_two_graphs() -> None:
+    """That of the last block and that of all others."""
     made, graphs = fast(model(layers=3)), Counting()
     compile_blocks(made, {"text"}, backend=graphs)
     with torch.no_grad():
         for rows, columns in ((5, 12), (4, 8), (3, 9)):  # torch relates equal sizes
             made.encode_text(texts()[:rows, :columns])
-    assert len(graphs) == 1
+    assert len(graphs) == 2
 
 
 @pytest.mark.usefixtures("no_graphs")

@@ -155,8 +155,10 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
         return None
     if text.attn_mask is None or pool_type not in ("argmax", "eos"):
         return None
-    text.__class__ = short
-    return up_to_largest if pool_type == "argmax" else functools.partial(up_to_first, token=eos)
+    by_token = functools.partial(up_to_first, token=eos)
+    lengths: Lengths = up_to_largest if pool_type == "argmax" else by_token
+    text.__class__, text.lengths = short, lengths
+    return lengths
 
 
 class ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
@@ -192,6 +194,8 @@ def _cut_to(tower: Any, text: Tensor | None) -> Iterator[None]:
         "attn_mask": tower.attn_mask[:length, :length].contiguous(),
     }
     vars(tower).update(hiding)
+    if hasattr(tower.transformer, "lengths"):  # a `fast_blocks.PoolingTransformer`
+        tower.transformer.tokens = text
     try:
         yield
     finally:
