@@ -18,6 +18,7 @@ from megabatch.models.openclip import accept_short_texts
 from tests.models.test_blocks import Counting
 from tests.models.test_padding import CONTEXT, texts
 
+GPU = torch.cuda.is_available()
 SIZES: Any = {"width": 16, "layers": 2}
 VISION = {**SIZES, "image_size": 16, "patch_size": 8, "head_width": 8, "ls_init_value": 0.5}
 TEXT = {**SIZES, "context_length": CONTEXT, "vocab_size": 41, "heads": 2}
@@ -172,3 +173,43 @@ def test_kernels_of_inductor_in_half_precision() -> None:
         found, before = (module.encode_text(texts()) for module in (made, own))
     limit = 1.5 * (before - exact).norm()
     assert (found - exact).norm() < limit < 0.05 * exact.norm()
+
+
+@pytest.mark.usefixtures("no_graphs")
+@pytest.mark.parametrize(
+    ("device", "backend"),
+    [
+        pytest.param("cpu", "aot_eager", marks=pytest.mark.skipif(GPU, reason="no interpreter")),
+        pytest.param("cuda", "inductor", marks=pytest.mark.gpu),
+    ],
+)
+def test_short_sequences_take_kernels_of_their_own(
+    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of 5 tokens; texts of 16 and of 8, which share their graphs."""
+    short_attention = pytest.importorskip("megabatch.models.short_attention")
+    launch, launched = short_attention._launch, []
+
+    def count(kernel: Any, qkv: Tensor, *rest: Any, **tensors: Tensor) -> None:
+        launched.append((kernel is short_attention.attention_backward, qkv.shape[1]))
+        launch(kernel, qkv, *rest, **tensors)
+
+    monkeypatch.setattr(short_attention, "_launch", count)
+    monkeypatch.setattr("megabatch.models.fast_blocks.kernels_available", lambda x: True)
+    own = model(vision={"width": 64, "head_width": 32}, width=64).to(device)
+    made = fast(own).float()
+    compile_blocks(made, {"text"}, backend=backend)
+    for columns in (CONTEXT, 8):
+        launched.clear()
+        values, gradients = [], []
+        for module in (own, made):
+            with torch.autocast(device, torch.float16):  # which leaves float64 alone
+                values.append(torch.cat(features(module, columns)))
+            values[-1].mean().backward()
+            parameters = (p.grad for p in module.parameters() if p.grad is not None)
+            gradients.append(torch.cat([gradient.flatten() for gradient in parameters]))
+            module.zero_grad()
+        for truth, found in (values, gradients):
+            assert (found - truth).norm() < 0.01 * truth.norm()
+        # In all blocks but the last one of each tower.
+        assert sorted(launched) == [(False, 5), (False, columns), (True, 5), (True, columns)]

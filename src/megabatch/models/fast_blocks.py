@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,10 @@ from open_clip.transformer import (
 from torch import Tensor, nn
 
 from megabatch.models.openclip import ShortTextCLIP, ShortTextTransformer
+from megabatch.similarity.backends import kernels_available
+
+with contextlib.suppress(ImportError):  # without Triton there are no kernels
+    from megabatch.models.short_attention import LONGEST, WIDTHS, short_attention
 
 #: Towers that give their blocks no mask or the causal one.
 _TOWERS = (VisionTransformer, CLIP, TextTransformer, ShortTextCLIP, ShortTextTransformer)
@@ -34,6 +39,8 @@ def replace_blocks(module: nn.Module) -> None:
             block.__class__ = FastBlock
             block.causal = getattr(tower, "attn_mask", None) is not None
             block.pools = block is blocks[-1] and _pools_first(tower)
+            weight, width = block.attn.in_proj_weight, block.attn.head_dim
+            block.short = kernels_available(weight) and width in WIDTHS
 
 
 def _is_known(tower: Any) -> bool:
@@ -91,10 +98,12 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
         causal: whether tokens see only those before them.
         pools: whether only one token of each sequence goes on: the rest of the last block's outputs
             would have no use.
+        short: whether kernels of our own take short sequences.
     """
 
     causal: bool
     pools: bool
+    short: bool
 
     def forward(
         self,
@@ -131,6 +140,9 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
 
     def _attention(self, qkv: Tensor) -> Tensor:
         """Attention (n, length, heads, width of a head) within each sequence."""
+        if self.short and qkv.shape[1] <= LONGEST and qkv.element_size() == 2:
+            mixed: Tensor = short_attention(qkv, self.causal)
+            return mixed
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
 
