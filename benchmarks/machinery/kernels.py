@@ -137,15 +137,18 @@ def family(name: str) -> str:
 
 
 def operations(name: str, shapes: list[list[int]]) -> dict[str, int]:
-    """The operations of a call of torch's products or attention, by family.
+    """The operations of a call of torch's products, or of attention, by family.
 
     Of attention the whole square, with a causal mask too; its backward pass has five products.
     """
     if name in ("aten::mm", "aten::bmm", "aten::addmm"):
         first, second = shapes[1:3] if name == "aten::addmm" else shapes[:2]
         return {"products": 2 * math.prod(first) * second[-1]}
+    products = 5 if "backward" in name else 2
     if name.startswith("aten::_scaled_dot_product_"):
         (*batch, rows, width), columns = shapes[0], shapes[2][-2]
-        products = 5 if "backward" in name else 2
         return {"attention": 2 * products * math.prod(batch) * rows * columns * width}
+    if name.startswith("megabatch::short_attention"):
+        n, rows, _, heads, width = shapes[0]
+        return {"attention": 2 * products * n * heads * rows * rows * width}
     return {}

@@ -30,7 +30,7 @@ from tests.models.tiny import TINY
 from tests.similarity.distributed.processes import World as Processes
 from tests.similarity.distributed.processes import on_processes
 from tests.training.test_encoders import batch as images_and_captions
-from tests.training.test_encoders import count_calls, gradients_of
+from tests.training.test_encoders import count_calls, gradients_of, tiny
 from tests.training.test_optimizer import NAMES, give_gradients, small
 from tests.training.toy import CPU, batch_of, config_of, share_of, toy, trainer_of
 
@@ -117,6 +117,27 @@ def test_activations_computed_again_and_compiled_blocks(processes: Processes) ->
                 saved = alone.checkpoint()
                 assert_alike(made.model, saved.model, 1e-9)
                 assert_alike(made.optimizer, saved.optimizer, 1e-9)
+
+
+@on_processes(2)
+def test_fast_blocks(processes: Processes) -> None:
+    """The same steps as open_clip's own blocks take on one process."""
+    data, world = images_and_captions(8), world_of(processes)
+    data.images = data.images.double()
+    with pytest.MonkeyPatch.context() as patch:
+        eager = functools.partial(compile_blocks, backend="eager")
+        patch.setattr("megabatch.training.trainer.compile_blocks", eager)
+        made = []
+        for layout, among in (("ddp", None), *((layout, world) for layout in LAYOUTS)):
+            changes = {"parallel": layout, "grad_checkpointing": True, "torchcompile": bool(among)}
+            towers = tiny(force_patch_dropout=0.0)
+            module, lengths = towers.module.double(), towers.lengths
+            trainer = trainer_of(config_of(**changes), among, module=module, lengths=lengths)
+            mine = data if among is None else share_of(data, sizes_of(2), world.rank)
+            made.append([trainer.train_step(mine) for _ in range(2)])
+        for found in made[1:]:
+            for ours, expected in zip(found, made[0], strict=True):
+                assert_alike(ours, expected, 1e-9)
 
 
 @on_processes(2)

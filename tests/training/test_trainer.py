@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from open_clip.transformer import ResidualAttentionBlock
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import TorchDynamoException
@@ -18,7 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megabatch import ClipLoss
 from megabatch.data import Batch
 from megabatch.models import create
-from megabatch.models.blocks import compile_blocks
+from megabatch.models.blocks import blocks, compile_blocks
+from megabatch.models.fast_blocks import FastBlock
 from megabatch.training import TrainConfig
 from megabatch.training.checkpoint import TrainingStopped
 from megabatch.training.trainer import Trainer
@@ -148,6 +151,24 @@ def test_a_step_waits_for_the_device_at_its_end(
     with waits:
         trainer.scale_values()
     assert len(waits.seen) == 3
+
+
+def test_compiled_blocks_take_the_same_steps(
+    config: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager = functools.partial(compile_blocks, backend="eager")
+    monkeypatch.setattr("megabatch.training.trainer.compile_blocks", eager)
+    torch._dynamo.reset()
+    kinds, values = [], []
+    for compiled in (False, True):
+        changes = {"torchcompile": compiled, "grad_checkpointing": compiled}
+        trainer = trainer_of(dataclasses.replace(config, **changes))
+        kinds.append({type(block) for block in blocks(trainer.module)})
+        values.append([trainer.train_step(batch(step)) for step in range(3)])
+    assert kinds == [{ResidualAttentionBlock}, {FastBlock}]
+    for found, expected in zip(*values, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("passed", ["fw_compiler", "bw_compiler"])

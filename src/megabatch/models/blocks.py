@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection
 from inspect import ismethod
 from typing import Any
@@ -22,6 +23,17 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     Blocks are composite modules of one class that a list or sequence repeats.
     """
     return [block for members in _lists_of_blocks(module).values() for block in members]
+
+
+def use_fast_blocks(module: nn.Module) -> None:
+    """Give open_clip's transformers a faster forward pass in place; weights and features stay.
+
+    Call this before the functions below, which wrap the blocks' forward passes.
+    """
+    if "open_clip" in sys.modules:  # else it is another model, and the import takes seconds
+        from megabatch.models.fast_blocks import replace_blocks
+
+        replace_blocks(module)
 
 
 def checkpoint_activations(module: nn.Module) -> None:

@@ -148,18 +148,22 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
     """
     text: Any = getattr(module, "text", module)
     if type(text) is CLIP:
-        short, pool_type, eos = _ShortTextCLIP, text.text_pool_type, text.text_eos_id
+        short, pool_type, eos = ShortTextCLIP, text.text_pool_type, text.text_eos_id
     elif type(text) is TextTransformer and text.cls_emb is None:
-        short, pool_type, eos = _ShortTextTransformer, text.pool_type, text.eos_id
+        short, pool_type, eos = ShortTextTransformer, text.pool_type, text.eos_id
     else:
         return None
     if text.attn_mask is None or pool_type not in ("argmax", "eos"):
         return None
-    text.__class__ = short
-    return up_to_largest if pool_type == "argmax" else functools.partial(up_to_first, token=eos)
+    by_token = functools.partial(up_to_first, token=eos)
+    lengths: Lengths = up_to_largest if pool_type == "argmax" else by_token
+    text.__class__, text.lengths = short, lengths
+    return lengths
 
 
-class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
+class ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
+    """A model whose texts may be shorter than its context."""
+
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
         with _cut_to(self, text):
             return super().forward(image, text)
@@ -169,7 +173,9 @@ class _ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
             return super().encode_text(text, normalize)
 
 
-class _ShortTextTransformer(TextTransformer):  # type: ignore[misc, unused-ignore]
+class ShortTextTransformer(TextTransformer):  # type: ignore[misc, unused-ignore]
+    """A text tower likewise."""
+
     def forward(self, text: Tensor) -> Any:
         with _cut_to(self, text):
             return super().forward(text)
@@ -188,6 +194,8 @@ def _cut_to(tower: Any, text: Tensor | None) -> Iterator[None]:
         "attn_mask": tower.attn_mask[:length, :length].contiguous(),
     }
     vars(tower).update(hiding)
+    if hasattr(tower.transformer, "lengths"):  # a `fast_blocks.PoolingTransformer`
+        tower.transformer.tokens = text
     try:
         yield
     finally:

@@ -18,7 +18,7 @@ from megabatch.config.settings import TrainConfig
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
-from megabatch.models.blocks import checkpoint_activations, compile_blocks
+from megabatch.models.blocks import checkpoint_activations, compile_blocks, use_fast_blocks
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower, locked_towers, set_modes
 from megabatch.torch_internals import is_compile_error
@@ -78,6 +78,8 @@ class Trainer:
         self.world = world or World(device)
         self.step = 0
         self.module = set_modes(module.to(device))
+        if config.torchcompile:
+            use_fast_blocks(self.module)
         if config.grad_checkpointing:
             checkpoint_activations(self.module)
         trimmed = (lengths or {}) if config.trim_texts else {}

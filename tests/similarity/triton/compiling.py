@@ -19,6 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from megabatch.models import short_attention
 from megabatch.similarity.triton import blocks, hopper, paired, sigmoid, soft_targets, softmax
 
 TYPES = (
@@ -44,6 +45,7 @@ LONG, UNEVEN, HALF = {"ROW_TILES": 8}, {"EVEN_N": False, "EVEN": False}, {"TRIAN
 GUIDED = TILE | {"DIAGONAL": 1, "PAIRED": True, "COLS": False, "col_upstream": None}
 GUIDED |= {"col_extremes": None}
 TARGETS = TILE | {"DIAGONAL": 1, "GROUP": 8}
+SHORT = {"HEADS": 12, "WIDTH": 64, "BLOCK": 64, "CAUSAL": True}
 ROWS = {"ROWS": 16, "COLS": 128, "CHOOSE": True, "GAIN": 32768.0}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
@@ -63,6 +65,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "pairs": (paired.losses, "bf16", 4, {"B": 256}),
     "pairs, gradients": (paired.gradients, "bf16", 4, {"B": 256}),
     "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
+    "short attention": (short_attention.attention_forward, "bf16", 4, SHORT),
+    "short attention, gradients": (short_attention.attention_backward, "bf16", 4, SHORT),
     "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
     "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),
     "targets, combine": (soft_targets.combine_partials, "bf16", 4, TARGETS),
@@ -76,7 +80,7 @@ def compiled(name: str, capability: int) -> dict[str, int]:
     constants = {key: value for key, value in constants.items() if key in names}
     gluon = kernel.jitted.is_gluon()
     box = descriptor(dtype, constants.get("BK", 64), gluon)
-    types = TYPES | dict.fromkeys(("features", "out"), f"*{dtype}")
+    types = TYPES | dict.fromkeys(("features", "out", "qkv", "dout", "dqkv"), f"*{dtype}")
     types |= {"ds": descriptor(dtype, 128, gluon)}
     types |= dict.fromkeys(("x", "y", "guide_x", "guide_y"), box)
     types |= STACKS if name.startswith("pairs") else {}

@@ -1,0 +1,160 @@
+"""open_clip's transformers with a faster forward pass; weights, features and gradients stay."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from open_clip.model import CLIP
+from open_clip.transformer import (
+    ResidualAttentionBlock,
+    TextTransformer,
+    Transformer,
+    VisionTransformer,
+)
+from torch import Tensor, nn
+
+from megabatch.models.openclip import ShortTextCLIP, ShortTextTransformer
+from megabatch.similarity.backends import kernels_available
+
+with contextlib.suppress(ImportError):  # without Triton there are no kernels
+    from megabatch.models.short_attention import LONGEST, WIDTHS, short_attention
+
+#: Towers that give their blocks no mask or the causal one.
+_TOWERS = (VisionTransformer, CLIP, TextTransformer, ShortTextCLIP, ShortTextTransformer)
+
+
+def replace_blocks(module: nn.Module) -> None:
+    """As `blocks.use_fast_blocks`; transformers of other kinds stay as they are."""
+    towers: list[Any] = [getattr(module, "visual", None), getattr(module, "text", module)]
+    for tower in towers:
+        if not _is_known(tower):
+            continue
+        blocks = list(tower.transformer.resblocks)
+        for block in blocks:
+            # Another class rather than another module: names of weights and hooks stay.
+            block.__class__ = FastBlock
+            block.causal = getattr(tower, "attn_mask", None) is not None
+            block.pools = block is blocks[-1] and _pools_first(tower)
+            weight, width = block.attn.in_proj_weight, block.attn.head_dim
+            block.short = kernels_available(weight) and width in WIDTHS
+
+
+def _is_known(tower: Any) -> bool:
+    if type(tower) not in _TOWERS or type(tower.transformer) is not Transformer:
+        return False
+    if getattr(tower, "use_pad_mask", False) or getattr(tower, "cls_emb", None) is not None:
+        return False  # blocks would get another mask than the causal one
+    return all(
+        type(block) is ResidualAttentionBlock
+        and type(block.attn) is nn.MultiheadAttention
+        and block.attn.batch_first
+        and block.attn.dropout == 0
+        for block in tower.transformer.resblocks
+    )
+
+
+def _pools_first(tower: Any) -> bool:
+    """Whether a tower needs only its transformer's first token, after a change here of texts'."""
+    if isinstance(tower, VisionTransformer):
+        return tower.pool_type == "tok" and tower.attn_pool is None and not tower.output_tokens
+    if not hasattr(tower, "lengths") or getattr(tower, "output_tokens", False):
+        return False
+    tower.transformer.__class__ = PoolingTransformer
+    tower.transformer.lengths = tower.lengths
+    setattr(tower, "text_pool_type" if isinstance(tower, CLIP) else "pool_type", "first")
+    return True
+
+
+class PoolingTransformer(Transformer):  # type: ignore[misc, unused-ignore]
+    """A text tower's transformer, whose output is that of each text's last token, (n, 1, width).
+
+    Attributes:
+        tokens: the texts, set before each call.
+        lengths: tells where they end.
+    """
+
+    tokens: Tensor
+    lengths: Callable[[Tensor], Tensor]
+
+    def forward(self, x: Tensor, attn_mask: Any = None) -> Any:
+        """See above; x is (n, length, width)."""
+        *blocks, last = self.resblocks
+        for block in blocks:
+            x = block(x)
+        return last(x, at=self.lengths(self.tokens) - 1)
+
+
+class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
+    """A block whose queries, keys and values are views of one product.
+
+    `nn.MultiheadAttention` swaps batch and sequence and copies each of the three. And it adds the
+    causal mask to the logits, which fewer kernels can do than leave out what it hides.
+
+    Attributes:
+        causal: whether tokens see only those before them.
+        pools: whether only one token of each sequence goes on: the rest of the last block's outputs
+            would have no use.
+        short: whether kernels of our own take short sequences.
+    """
+
+    causal: bool
+    pools: bool
+    short: bool
+
+    def forward(
+        self,
+        q_x: Tensor,
+        k_x: None = None,
+        v_x: None = None,
+        attn_mask: Any = None,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """The block's output, like q_x (n, length, width), or if it pools, (n, 1, width).
+
+        Args:
+            q_x: queries, keys and values before the first norm.
+            k_x, v_x, attn_mask: open_clip's; unused. Graphs that used a mask would be compiled anew
+                for some shapes of it.
+            at: if it pools, the place of each sequence's token, int64 (n,), which sees those before
+                it; None: the first one, which sees all.
+        """
+        weight, bias, out = self.attn.in_proj_weight, self.attn.in_proj_bias, self.attn.out_proj
+        heads, width = (self.attn.num_heads, self.attn.head_dim), q_x.shape[2]
+        normed = self.ln_1(q_x)
+        if self.pools:
+            kv = F.linear(normed, weight[width:], bias[width:]).unflatten(-1, (2, *heads))
+            k, v = kv.unbind(2)
+            first = q_x[:, :1]
+            q_x = first if at is None else q_x.gather(1, at[:, None, None].expand_as(first))
+            q = F.linear(self.ln_1(q_x), weight[:width], bias[:width]).unflatten(-1, heads)
+            mixed = _attention_of_one(q, k, v, at)
+        else:
+            qkv = F.linear(normed, weight, bias).unflatten(-1, (3, *heads))
+            mixed = self._attention(qkv)
+        x: Tensor = q_x + self.ls_1(out(mixed.flatten(2)))
+        return x + self.ls_2(self.mlp(self.ln_2(x)))
+
+    def _attention(self, qkv: Tensor) -> Tensor:
+        """Attention (n, length, heads, width of a head) within each sequence."""
+        if self.short and qkv.shape[1] <= LONGEST and qkv.element_size() == 2:
+            mixed: Tensor = short_attention(qkv, self.causal)
+            return mixed
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
+
+
+def _attention_of_one(q: Tensor, k: Tensor, v: Tensor, last: Tensor | None) -> Tensor:
+    """Attention of one query, (n, 1, heads, width), to keys up to `last` (n,); None: to all.
+
+    torch's kernels compute whole tiles of queries. These operations are bound by reading k and v,
+    and torch.compile makes a kernel or two of them.
+    """
+    logits = (q * k).sum(-1) * k.shape[-1] ** -0.5
+    if last is not None:
+        hidden = torch.arange(k.shape[1], device=k.device) > last[:, None]
+        logits = logits.masked_fill(hidden[..., None], -torch.inf)
+    return (logits.softmax(1)[..., None] * v).sum(1, keepdim=True)
