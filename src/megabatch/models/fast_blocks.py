@@ -151,10 +151,11 @@ def _attention_of_one(q: Tensor, k: Tensor, v: Tensor, last: Tensor | None) -> T
     """Attention of one query, (n, 1, heads, width), to keys up to `last` (n,); None: to all.
 
     torch's kernels compute whole tiles of queries. These operations are bound by reading k and v,
-    and torch.compile makes a kernel or two of them.
+    and torch.compile makes a kernel or two of them. As there, sums and logits are in float32.
     """
-    logits = (q * k).sum(-1) * k.shape[-1] ** -0.5
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = (q.to(wide) * k).sum(-1) * k.shape[-1] ** -0.5
     if last is not None:
         hidden = torch.arange(k.shape[1], device=k.device) > last[:, None]
         logits = logits.masked_fill(hidden[..., None], -torch.inf)
-    return (logits.softmax(1)[..., None] * v).sum(1, keepdim=True)
+    return (logits.softmax(1)[..., None] * v).sum(1, keepdim=True).to(q.dtype)
