@@ -16,15 +16,17 @@ default is a small model on the CPU, one and two processes, with and without acc
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import inspect
 import json
 import random
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,6 +72,7 @@ class Record:
     note: str
     seconds: float | None  #: a step's, median after the first; of the first process
     pairs_a_second: float | None
+    waiting: float | None  #: of these seconds, for the loader; likewise
     extra_bytes: int | None  #: peak of the first process above what it had before the run
     first_loss: float | None
     last_loss: float | None
@@ -179,6 +182,7 @@ def work(contender: str, result: str, *words: str) -> None:
         # put at the end of a shard.
         open_clip_train.data.tar_file_expander = functools.partial(expander, eof_value=None)
     trainer.tensorboard = SimpleNamespace(SummaryWriter=Recorder)
+    trainer.train_one_epoch = watched(trainer.train_one_epoch)
     device = trainer.parse_args(list(words)).device
     if device == "cpu":
         torch.set_num_threads(1)
@@ -200,6 +204,40 @@ class Recorder:
     def add_scalar(self, name: str, value: float, step: int) -> None:
         name = name.removeprefix("train/").removeprefix("logit_")  # which OpenCLIP 4 adds
         Recorder.values.setdefault(name, []).append(value)
+
+
+def watched(train_one_epoch: Callable[..., None]) -> Callable[..., None]:
+    """OpenCLIP's function, whose loader keeps how long a batch of it is waited for."""
+
+    @functools.wraps(train_one_epoch)
+    def train(*args: Any, **options: Any) -> None:
+        data = next(value for value in args if isinstance(value, dict))
+        loader = Watched(data["train"].dataloader)
+        data = data | {"train": dataclasses.replace(data["train"], dataloader=loader)}
+        train_one_epoch(*(data if isinstance(v, dict) else v for v in args), **options)
+
+    return train
+
+
+class Watched:
+    """A loader that records the seconds of waiting for each of its batches."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._loader)
+        while True:
+            begun = time.perf_counter()
+            batch = next(batches, None)
+            if batch is None:
+                return
+            Recorder.values.setdefault("waiting", []).append(time.perf_counter() - begun)
+            yield batch
+            del batch
 
 
 class OnCPU(torch.nn.parallel.DistributedDataParallel):
@@ -234,7 +272,9 @@ def record(
         status = "out of memory" if "OutOfMemory" in about["note"] else "failed"
         rest = [f for f in Record.__dataclass_fields__ if f not in about and f != "status"]
         return Record(**about, status=status, **dict.fromkeys(rest))
-    seconds = statistics.median(found["batch_time"][1:] or found["batch_time"])
+    # OpenCLIP takes the batches of a step one by one, megabatch all at once.
+    waits = np.array(found["waiting"]).reshape(len(found["batch_time"]), -1).sum(1)
+    seconds, waiting = (np.median(each[1:] or each) for each in (found["batch_time"], [*waits]))
 
     def difference(key: str, accumulation: int) -> float | None:
         theirs = own.get(accumulation, {}).get(key)
@@ -245,8 +285,9 @@ def record(
     return Record(
         **about,
         status="ok",
-        seconds=round(seconds, 5),
-        pairs_a_second=round(options.batch_size / seconds, 1),
+        seconds=round(float(seconds), 5),
+        waiting=round(float(waiting), 5),
+        pairs_a_second=round(float(options.batch_size / seconds), 1),
         extra_bytes=found["extra_bytes"],
         first_loss=found["loss"][0],
         last_loss=found["loss"][-1],

@@ -185,7 +185,7 @@ def test_openclip_trainer(tmp_path: Path) -> None:
     run_here("openclip_trainer.py", *words, "--contenders=megabatch", f"--output={output}")
     (found,) = json.loads(output.read_text())["records"]
     assert (found["status"], found["b"], found["accum_freq"]) == ("ok", 8, 2)
-    assert found["seconds"] > 0 < found["extra_bytes"]
+    assert found["seconds"] > found["waiting"] > 0 < found["extra_bytes"]
     assert found["first_loss"] != found["last_loss"]
     assert found["loss_difference"] is None  # OpenCLIP's own run was not asked for
 

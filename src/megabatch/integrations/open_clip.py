@@ -2,15 +2,18 @@
 
     torchrun --nproc-per-node 8 -m megabatch.integrations.open_clip OPTIONS
 
-OPTIONS are those of `open_clip_train.main`, which runs unmodified, except for two functions that it
-looks up by name: `create_loss`, in OpenCLIP 4 `create_task`, and `train_one_epoch`. None of its
-code is copied. With `--accum-freq` above 1, its `train_one_epoch` runs with `accum_freq=1`, a
-loader that joins the batches of a step, and in place of the model or task a function that does a
-whole step of `GradientCache`. docs/integrations/open_clip.md lists all differences.
+OPTIONS are those of `open_clip_train.main`, which runs unmodified, except for functions that it
+looks up by name: `create_loss`, in OpenCLIP 4 `create_task`, and, with `--accum-freq` above 1,
+`create_model_and_transforms` and `train_one_epoch`. None of its code is copied. Its
+`train_one_epoch` then runs with `accum_freq=1`, a loader that joins the batches of a step, and in
+place of the model or task a function that does a whole step of `GradientCache`.
+docs/integrations/open_clip.md lists all differences.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,8 +21,7 @@ import inspect
 import logging
 import sys
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -28,11 +30,19 @@ import open_clip.loss
 import torch
 from open_clip_train import main as trainer
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import megabatch
+from megabatch.ahead import one_ahead
+from megabatch.data.collect import Memory
 from megabatch.errors import UsageError
-from megabatch.gradient_cache import GradientCache
+from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
+from megabatch.models.blocks import compile_blocks
+from megabatch.models.images import multiply_patches, with_bytes
+from megabatch.models.openclip import accept_short_texts
+from megabatch.models.padding import Lengths
+from megabatch.options import parse_bytes
 
 #: OpenCLIP's losses and the ones that replace them.
 LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
@@ -45,12 +55,15 @@ LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
 #: OpenCLIP 4's tasks whose loss is one of these, of the features that a model returns.
 TASKS = ("CLIPTask", "SigLIPTask", "DistillCLIPTask")
 
+#: Share of free memory that tensors can have, as the allocator leaves gaps.
+USABLE = 0.95
+
 
 def main(argv: Sequence[str]) -> Any:
     """Run OpenCLIP's trainer.
 
     Args:
-        argv: its options, as after `python -m open_clip_train.main`.
+        argv: its options, as after `python -m open_clip_train.main`, and `--activation-memory`.
 
     Returns:
         The result of its `main`: None, or -1 if it did not start.
@@ -63,19 +76,25 @@ def main(argv: Sequence[str]) -> Any:
     train = train_one_epoch_of_task if has_tasks else train_one_epoch
     theirs: Any = getattr(trainer, "train_one_epoch", None)
     arguments = [] if theirs is None else [*inspect.signature(theirs).parameters]
-    if arguments != [*inspect.signature(train).parameters][1:]:
+    if arguments != [*inspect.signature(train).parameters][2:]:
         raise UsageError(
             f"open_clip_torch {open_clip.__version__}: open_clip_train.main is not built as this "
             "needs it; it was tested with 3.1 to 3.3, and with 4.2.0.dev0 of June 2026: "
             "pip install 'open_clip_torch>=3.1,<4'"
         )
-    check(trainer.parse_args(list(argv)))
-    replaced: dict[str, Any] = {
-        created: functools.partial(create, getattr(trainer, created)),
-        "train_one_epoch": functools.partial(train, theirs),
-    }
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--activation-memory", type=parse_bytes)
+    ours, words = own.parse_known_args(list(argv))
+    check(args := trainer.parse_args(words))
+    replaced: dict[str, Any] = {created: functools.partial(create, getattr(trainer, created))}
+    if args.accum_freq > 1:
+        accumulation = Accumulation(args, ours.activation_memory)
+        model = functools.partial(accumulation.create_model, trainer.create_model_and_transforms)
+        replaced["create_model_and_transforms"] = model
+        replaced["train_one_epoch"] = functools.partial(train, theirs, accumulation)
+        replaced["parse_args"] = lambda _: args
     with mock.patch.multiple(trainer, **replaced):
-        return trainer.main(list(argv))
+        return trainer.main(words)
 
 
 def check(args: Namespace) -> None:
@@ -148,6 +167,7 @@ def _log_differences(theirs: str, args: Namespace) -> None:
 
 def train_one_epoch(
     original: Callable[..., None],
+    accumulation: Accumulation,
     model: Any,
     data: dict[str, Any],
     loss: Callable[..., Any],
@@ -159,42 +179,127 @@ def train_one_epoch(
     args: Namespace,
     tb_writer: Any = None,
 ) -> None:
-    """`original` of OpenCLIP 3, the arguments as there; with accumulation, batches are steps."""
-    if args.accum_freq > 1:
-        model = CachedModel(model, model, loss, args)
-        loss = model.loss
-        data, args = _joined(data, args, (0, 1))
+    """`original` of OpenCLIP 3, the arguments as there; batches are steps."""
+    encoder = getattr(model, "_orig_mod", model)  # compiled as a whole by --torchcompile
+    if args.torchcompile:
+        accumulation.compile(encoder)
+    cached = CachedModel(model, encoder, loss, accumulation)
+    data, args = _joined(data, accumulation, (0, 1))
     original(
-        model, data, loss, epoch, optimizer, scaler, scheduler, dist_model, args,
+        cached, data, cached.loss, epoch, optimizer, scaler, scheduler, dist_model, args,
         tb_writer=tb_writer,
     )  # fmt: skip
 
 
 def train_one_epoch_of_task(
     original: Callable[..., None],
+    accumulation: Accumulation,
     state: Any,
     data: dict[str, Any],
     args: Namespace,
     tb_writer: Any = None,
 ) -> None:
-    """`original` of OpenCLIP 4, the arguments as there; with accumulation, batches are steps."""
+    """`original` of OpenCLIP 4, the arguments as there; batches are steps."""
     task = state.task
-    if args.accum_freq > 1:
-        state.task = CachedTask(task, task.trainable_module, task.loss, args, task.data_keys)
-        data, args = _joined(data, args, task.data_keys)
+    state.task = CachedTask(
+        task, task.trainable_module, task.loss, accumulation, names=task.data_keys
+    )
+    data, args = _joined(data, accumulation, task.data_keys)
     try:
         original(state, data, args, tb_writer=tb_writer)
     finally:
         state.task = task
 
 
-def _joined(data: Any, args: Namespace, names: Sequence[Any]) -> tuple[dict[str, Any], Namespace]:
+def _joined(
+    data: Any, accumulation: Accumulation, names: Sequence[Any]
+) -> tuple[dict[str, Any], Namespace]:
     """The data and options of a run whose batches are whole steps."""
-    loader = JoinedBatches(data["train"].dataloader, args, names)
+    loader = JoinedBatches(data["train"].dataloader, accumulation, names)
     data = data | {"train": dataclasses.replace(data["train"], dataloader=loader)}
-    args = copy.copy(args)
+    args = copy.copy(accumulation.args)
     args.accum_freq, args.batch_size = 1, args.batch_size * args.accum_freq
     return data, args
+
+
+class Accumulation:
+    """What the steps of a run share over all epochs.
+
+    Attributes:
+        args: OpenCLIP's options, of which its `main` sets further ones, such as the device.
+        lengths: of texts, for the features as they are; None: texts keep their padding.
+        kept: micro-batches that are encoded once, as their activations wait for the backward pass.
+    """
+
+    def __init__(self, args: Namespace, bound: int | None) -> None:
+        """`bound`: the most bytes for kept activations; None: all that the first steps leave."""
+        self.args, self.kept = args, 0
+        self.lengths: Lengths | None = None
+        self._bound, self._compiled = bound, False
+        self._measured: list[int] = []
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        """Of this process, once OpenCLIP has chosen it."""
+        return torch.device(self.args.device)
+
+    @functools.cached_property
+    def memory(self) -> Memory:
+        """For the batches of a step, and for those of the next one."""
+        return Memory(pinned=self.device.type == "cuda")
+
+    def create_model(self, original: Callable[..., Any], *given: Any, **options: Any) -> Any:
+        """What `original` creates: a model, here also for bytes and short texts, and transforms.
+
+        Features are the same but for rounding, and weights keep their names.
+        """
+        model, train, evaluation = original(*given, **options)
+        visual = getattr(model, "visual", None)
+        if not isinstance(visual, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+            return model, train, evaluation
+        multiply_patches(visual)
+        half = open_clip.get_input_dtype(self.args.precision) is not None
+        if not (half or getattr(self.args, "fsdp", False)):  # which convert images
+            train, _ = with_bytes(visual, train, evaluation)
+            model.to(options["device"])
+        if not (self.args.torchcompile and hasattr(trainer, "create_task")):
+            self.lengths = accept_short_texts(model)  # which cannot be compiled as a whole
+        return model, train, evaluation
+
+    def compile(self, model: nn.Module) -> None:
+        """Compile a model's blocks, once: one graph is for all lengths of texts."""
+        if not self._compiled:
+            module = model.module if isinstance(model, DistributedDataParallel) else model
+            compile_blocks(module, ["text"] if self.lengths else [])
+        self._compiled = True
+
+    def between_passes(self, longer: Callable[[], float]) -> None:
+        """Find how many micro-batches' activations can be kept, in the third step on a GPU.
+
+        In the second step the optimizer has its state, and nothing is kept; the third has the
+        activations of one micro-batch more.
+        `longer`: how many times as many tokens a micro-batch of another batch may have.
+        """
+        if self.device.type != "cuda" or len(self._measured) == 3 or self._bound == 0:
+            return
+        self._measured.append(torch.cuda.memory_allocated(self.device))
+        if len(self._measured) == 2:
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.kept = 1
+        if len(self._measured) < 3:
+            return
+        each = max(1.0, longer() * (self._measured[2] - self._measured[1]))
+        free, _ = torch.cuda.mem_get_info(self.device)
+        usable = USABLE * (free + torch.cuda.memory_reserved(self.device))
+        # The peak has a micro-batch's activations, which may also become larger.
+        left = usable - torch.cuda.max_memory_allocated(self.device) - each
+        left = left if self._bound is None else min(left, self._bound)
+        self.kept = max(0, min(self.args.accum_freq, int(left / each)))
+        if self.args.rank == 0:
+            logging.info(
+                f"megabatch {megabatch.__version__}: the activations of {self.kept} of "
+                f"{self.args.accum_freq} micro-batches are kept, {each / 2**20:,.0f} MiB each"
+            )
 
 
 class CachedModel:
@@ -205,11 +310,13 @@ class CachedModel:
         stands_for: Any,
         model: nn.Module,
         loss: Callable[..., Tensor],
-        args: Namespace,
+        accumulation: Accumulation,
         names: Sequence[str] = (),
     ) -> None:
-        self._stands_for, self._loss = stands_for, loss
+        self._stands_for, self._loss, self._accumulation = stands_for, loss, accumulation
         self._scalars: dict[str, Tensor] = {}
+        args = accumulation.args
+        self._count = args.accum_freq
         self._step = GradientCache(
             model, self._loss_of, args.batch_size, device=args.device, input_names=names
         )
@@ -219,10 +326,22 @@ class CachedModel:
 
     def __call__(self, *batches: Any) -> Any:
         """The first pass and the loss: `{"total": loss, "logit_scale": the model's}`."""
-        total = self._step(*batches)
+        total = self._total(*batches)
         return {"total": total, "logit_scale": self._scalars["logit_scale"]}
 
-    def _loss_of(self, **outputs: Tensor) -> Tensor:
+    def _total(self, *columns: OnHost, **named: OnHost) -> Tensor:
+        """The loss of a step's images and texts."""
+        given = [column.batch for column in (*columns, *named.values())]
+        texts = [batch for batch in given if isinstance(batch, SortedByLength)]
+        self._step.kept_micro_batches = self._accumulation.kept
+        return self._step(
+            *given[: len(columns)],
+            **dict(zip(named, given[len(columns) :], strict=True)),
+            longer=lambda: max((each.longer(self._count) for each in texts), default=1.0),
+        )
+
+    def _loss_of(self, longer: Callable[[], float], **outputs: Tensor) -> Tensor:
+        self._accumulation.between_passes(longer)
         names = outputs.keys() & {"logit_scale", "logit_bias"}
         self._scalars = {name: outputs[name].detach() for name in names}
         return self._loss(**outputs)
@@ -237,81 +356,92 @@ class CachedTask(CachedModel):
     """Stands for a task, which OpenCLIP 4 calls with the batch that the task has prepared."""
 
     def prepare_batch(
-        self, batch: dict[str, Column], device: torch.device, input_dtype: torch.dtype | None
-    ) -> dict[str, Column]:
+        self, batch: dict[str, OnHost], device: torch.device, input_dtype: torch.dtype | None
+    ) -> dict[str, OnHost]:
         """The inputs of the model, on the host still."""
         return {name: column.to(device, input_dtype) for name, column in batch.items()}
 
-    def __call__(self, batch: dict[str, Column]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def __call__(self, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """The first pass: the loss, in all and in parts, and the numbers that OpenCLIP logs."""
-        loss = self._step(**batch)
+        loss = self._total(**batch)
         return {"contrastive_loss": loss, "loss": loss}, self._scalars
 
 
 class JoinedBatches:
     """A loader's batches, those of a step joined into one; left-over batches are dropped.
 
-    A batch is loaded when the first pass needs it, and freed with its second pass. So the host
-    holds no more than those of one step, apart from the ones that worker processes prepare
-    meanwhile. Without workers the batches of a step are loaded before it: the thread that feeds
-    `GradientCache` may not draw the random numbers of their augmentation.
+    With worker processes a thread joins the next step's while the GPU is busy with this one's: the
+    host has those of two steps, in pinned memory, besides the ones that workers prepare. Without
+    workers they are loaded before the step, in the thread whose random numbers augmentation draws.
     """
 
-    def __init__(self, loader: Any, args: Namespace, names: Sequence[Any]) -> None:
+    def __init__(self, loader: Any, accumulation: Accumulation, names: Sequence[Any]) -> None:
         """`names`: keys or places of the model's inputs in a batch."""
-        self._loader, self._args, self._names = loader, args, names
-        self.num_batches = loader.num_batches // args.accum_freq
+        self._loader, self._accumulation, self._names = loader, accumulation, names
+        self.num_batches = loader.num_batches // accumulation.args.accum_freq
         self.num_samples = loader.num_samples
 
     def __iter__(self) -> Iterator[Any]:
-        batches = map(self._inputs, self._loader)
-        for _ in range(self.num_batches):
-            held: list[dict[Any, Any]] = []
-            if not self._args.workers:
-                held += [next(batches) for _ in range(self._args.accum_freq)]
-            columns = {name: Column(name, batches, held, self._args) for name in self._names}
-            yield (*columns.values(),) if 0 in columns else columns
+        batches, steps = iter(self._loader), range(self.num_batches)
+        joined: Generator[dict[Any, OnHost], None, None]
+        if self._accumulation.args.workers:
+            joined = one_ahead(lambda _: self._joined(batches), steps, "megabatch-loader")
+        else:
+            joined = (self._joined(batches) for _ in steps)
+        with contextlib.closing(joined):
+            for columns in joined:
+                yield (*columns.values(),) if 0 in columns else columns
+                if self._accumulation.device.type == "cuda":
+                    torch.cuda.synchronize(self._accumulation.device)  # copies are complete
+                for column in columns.values():  # OpenCLIP still refers to them
+                    column.batch = None
         for _ in batches:
             pass
 
-    def _inputs(self, batch: Any) -> dict[Any, Any]:
-        return {name: batch[name] for name in self._names}
+    def _joined(self, batches: Iterator[Any]) -> dict[Any, OnHost]:
+        """The columns of a step."""
+        args, rows = self._accumulation.args, 0
+        dtype = open_clip.get_input_dtype(args.precision)
+        joined: dict[Any, Tensor] = {}
+        for _ in range(args.accum_freq):
+            batch = next(batches)
+            for name in self._names:
+                part = converted(batch[name], dtype)
+                if not rows:
+                    size = args.batch_size * args.accum_freq
+                    joined[name] = self._accumulation.memory.like(part, size, str(name))
+                joined[name][rows : rows + args.batch_size] = part
+            rows += args.batch_size
+            del batch, part  # frees the memory in which a worker has sent them
+        columns = {name: OnHost(tensor, rows) for name, tensor in joined.items()}
+        if lengths := self._accumulation.lengths:
+            texts = columns[1 if 1 in columns else "text"]
+            of_each = lengths(texts.batch)
+            texts.batch = SortedByLength(texts.batch, of_each, outputs="text_features")
+        return columns
 
 
-class Column:
-    """The images, or the texts, of a step's batches, on the host until `GradientCache` takes rows.
+class OnHost:
+    """A step's images or texts, of which `GradientCache` moves a micro-batch at a time."""
 
-    OpenCLIP's trainer moves what its loader gives; here, `to` only notes the dtype.
-    """
+    def __init__(self, batch: Any, rows: int) -> None:
+        self.batch, self._rows = batch, rows
 
-    def __init__(
-        self, name: Any, batches: Iterator[Any], held: list[dict[Any, Any]], args: Namespace
-    ) -> None:
-        """`name`: in each batch; `held`: the batches that are loaded, with all of their columns."""
-        self._name, self._batches, self._held = name, batches, held
-        self._size, self._count = args.batch_size, args.accum_freq
-        self._taken: Counter[int] = Counter()
-        self._dtype: torch.dtype | None = None
+    def __len__(self) -> int:
+        return self._rows
 
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
-    ) -> Column:
-        """Convert numbers to the dtype later, as rows are taken; `GradientCache` moves them."""
-        self._dtype = dtype
+    ) -> OnHost:
+        """Stay here, where OpenCLIP's trainer moves what its loader gives; convert numbers."""
+        if isinstance(self.batch, Tensor):
+            self.batch = converted(self.batch, dtype)
         return self
 
-    def __len__(self) -> int:
-        return self._size * self._count
 
-    def __getitem__(self, rows: slice) -> Tensor:
-        number = rows.start // self._size  # micro-batches are the loader's batches
-        while len(self._held) <= number:
-            self._held.append(next(self._batches))
-        batch: Tensor = self._held[number][self._name]
-        self._taken[number] += 1
-        if self._taken[number] == 2:
-            self._held[number][self._name] = None
-        return batch.to(self._dtype) if batch.is_floating_point() else batch
+def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Numbers in this dtype, if any; bytes and tokens as they are."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 if __name__ == "__main__":
