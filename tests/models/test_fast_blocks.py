@@ -117,6 +117,16 @@ def test_towers_that_return_tokens_compute_them() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_checkpointing_of_open_clips_own_stays() -> None:
+    own = model()
+    own.set_grad_checkpointing()
+    made = fast(own)
+    assert not made.transformer.resblocks[-1].pools
+    assert type(made.transformer) is type(own.transformer)
+    for a, b in zip(features(made.train()), features(own.train()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 def test_texts_without_a_mask() -> None:
     own = model(CustomTextCLIP, no_causal_mask=True)
     made = fast(own)

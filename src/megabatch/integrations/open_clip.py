@@ -38,7 +38,7 @@ from megabatch.data.collect import Memory
 from megabatch.errors import UsageError
 from megabatch.gradient_cache import GradientCache, SortedByLength
 from megabatch.losses import ClipLoss, DistillClipLoss, SigLipLoss
-from megabatch.models.blocks import compile_blocks
+from megabatch.models.blocks import compile_blocks, use_fast_blocks
 from megabatch.models.images import multiply_patches, with_bytes
 from megabatch.models.openclip import accept_short_texts
 from megabatch.models.padding import Lengths
@@ -270,6 +270,7 @@ class Accumulation:
         """Compile a model's blocks, once: one graph is for all lengths of texts."""
         if not self._compiled:
             module = model.module if isinstance(model, DistributedDataParallel) else model
+            use_fast_blocks(module)
             compile_blocks(module, ["text"] if self.lengths else [])
         self._compiled = True
 

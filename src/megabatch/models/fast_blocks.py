@@ -63,6 +63,8 @@ def _pools_first(tower: Any) -> bool:
         return tower.pool_type == "tok" and tower.attn_pool is None and not tower.output_tokens
     if not hasattr(tower, "lengths") or getattr(tower, "output_tokens", False):
         return False
+    if tower.transformer.grad_checkpointing:  # open_clip's own, in the forward pass of its class
+        return False
     tower.transformer.__class__ = PoolingTransformer
     tower.transformer.lengths = tower.lengths
     setattr(tower, "text_pool_type" if isinstance(tower, CLIP) else "pool_type", "first")
