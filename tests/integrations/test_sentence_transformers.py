@@ -199,6 +199,8 @@ def test_sorted_texts_give_the_librarys_loss_and_gradients(
         # Releases from 6.0 on cut mini-batches to their longest text.
         if library.__version__ >= "6" and "mini_batch_size" in settings:
             assert sum(mask.numel() for mask in encoded) < 0.9 * tokens
+        if limit := settings.get("mini_batch_num_tokens"):
+            assert all(mask.numel() <= limit or len(mask) == 1 for mask in encoded)
 
 
 def test_texts_are_sorted_where_padding_is_masked(model: Any, folder: Path) -> None:

@@ -13,7 +13,7 @@ have little padding.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from importlib.metadata import version
 from typing import Any, Literal
@@ -27,6 +27,7 @@ from sentence_transformers.sentence_transformer.losses import (
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
 
+from megabatch.gradient_cache.by_length import equal_tokens, fewest_micro_batches
 from megabatch.losses.base import unit_rows
 from megabatch.losses.maxsim import MaxSimLoss
 from megabatch.losses.negatives import Logits, Rows, no_ids, similarity_limit
@@ -60,11 +61,14 @@ class _Cached:
     The library cuts a batch into mini-batches in the batch's order, and each of them to its longest
     text (from release 6.0 on). In a large batch nearly every mini-batch has a long text; sorted,
     most have short ones alone. The longest come first, so the first mini-batch needs the most
-    memory. The loss gets the embeddings in the batch's own order.
+    memory. `mini_batch_num_tokens` then counts padding as well, so mini-batches are even. The loss
+    gets the embeddings in the batch's own order.
     """
 
     model: Any
+    mini_batch_num_tokens: Any
     _places: Sequence[Tensor | None] = ()  # of the batch's rows among the sorted ones, by column
+    _sorted_masks: Sequence[Tensor] = ()  # of columns whose mini-batches are divided here
 
     def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -79,16 +83,31 @@ class _Cached:
         columns, self._are_in_batch_order = list(sentence_features), False
         if self.sort_by_length and columns:
             columns, self._places = map(list, zip(*map(_sorted_by_length, columns), strict=True))
+            if getattr(self, "mini_batch_num_tokens", None):
+                pairs = zip(columns, self._places, strict=True)
+                self._sorted_masks = [c["attention_mask"] for c, p in pairs if p is not None]
         try:
             loss: Tensor = super().forward(columns, labels)  # type: ignore[misc]
         finally:
-            self._places = ()
+            self._places = self._sorted_masks = ()
         if not self._are_in_batch_order:  # the library's own loss would pair sorted texts
             raise RuntimeError(
                 f"{type(self).__name__}: this release of sentence-transformers computes the loss "
                 "elsewhere than in calculate_loss, which is replaced here; 5.4 to 6.2 were tested"
             )
         return loss
+
+    def embed_minibatch_iter(self, *args: Any, **given: Any) -> Iterator[Any]:
+        """The library's generator of the embeddings of a column's mini-batches."""
+        ranges, mask = given.get("ranges"), given.get("sentence_feature", {}).get("attention_mask")
+        if ranges and any(mask is each for each in self._sorted_masks):
+            limit = self.mini_batch_num_tokens
+            widths = mask.sum(1).clamp(min=1).unique_consecutive(return_counts=True)
+            runs = [*zip(*(each.tolist() for each in widths), strict=True)]
+            parts = equal_tokens(runs, fewest_micro_batches(runs, limit), limit)
+            # In place, for the second pass as well.
+            ranges[:] = [(part.start, part.stop) for part in parts]
+        return super().embed_minibatch_iter(*args, **given)  # type: ignore[misc]
 
     def _in_batch_order(self, columns: Iterable[Tensor]) -> list[Tensor]:
         """Embeddings or masks (rows, ...) of whole columns, from those of the sorted texts."""
