@@ -189,7 +189,7 @@ def work(contender: str, result: str, *words: str) -> None:
         torch.nn.parallel.DistributedDataParallel = OnCPU  # type: ignore[misc]
     main = trainer.main if contender == "openclip" else integration.main
     extra = memory.extra_bytes(lambda: main(list(words)), device)
-    if Recorder.values:  # on the first rank
+    if "loss" in Recorder.values:  # on the first rank
         Path(result).write_text(json.dumps({**Recorder.values, "extra_bytes": extra}))
 
 
