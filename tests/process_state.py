@@ -16,7 +16,7 @@ from megabatch.similarity import settings
 
 #: Variables that pytest sets, and libraries when they are imported or first used.
 OWN = (
-    *("PYTEST_", "PYTORCH_", "TORCHINDUCTOR_", "TRITON_", "TOKENIZERS_"),
+    *("PYTEST_", "PYTORCH_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_", "TOKENIZERS_"),
     *("KMP_", "KINETO_", "TF_", "CUDA_"),
 )
 
