@@ -139,7 +139,8 @@ def family(name: str) -> str:
 def operations(name: str, shapes: list[list[int]]) -> dict[str, int]:
     """The operations of a call of torch's products, or of attention, by family.
 
-    Of attention the whole square, with a causal mask too; its backward pass has five products.
+    Attention counts as the whole square, also under a causal mask; its backward pass has five
+    products.
     """
     if name in ("aten::mm", "aten::bmm", "aten::addmm"):
         first, second = shapes[1:3] if name == "aten::addmm" else shapes[:2]

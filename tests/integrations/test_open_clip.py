@@ -227,6 +227,20 @@ def test_refused_options(options: dict[str, Any], message: str) -> None:
         ours.check(args)
 
 
+@pytest.mark.parametrize(
+    ("size", "message"),
+    [
+        ("x", "expected a size such as 20GiB, got 'x'"),
+        ("20GiB", "expected --accum-freq above 1, got 1"),
+    ],
+)
+def test_memory_for_activations_is_refused(size: str, message: str) -> None:
+    from megabatch.integrations import open_clip as ours
+
+    with pytest.raises(UsageError, match=f"--activation-memory: {message}"):
+        ours.main(["--activation-memory", size])
+
+
 def test_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from megabatch.integrations import open_clip as ours
 

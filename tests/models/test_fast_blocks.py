@@ -164,7 +164,7 @@ def test_compiled_and_computed_again() -> None:
 
 @pytest.mark.usefixtures("no_graphs")
 def test_texts_of_all_lengths_share_two_graphs() -> None:
-    """That of the last block and that of all others."""
+    """The last block has one, all others share the second."""
     made, graphs = fast(model(layers=3)), Counting()
     compile_blocks(made, {"text"}, backend=graphs)
     with torch.no_grad():

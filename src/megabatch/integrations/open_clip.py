@@ -43,6 +43,7 @@ from megabatch.models.images import multiply_patches, with_bytes
 from megabatch.models.openclip import accept_short_texts
 from megabatch.models.padding import Lengths
 from megabatch.options import parse_bytes
+from megabatch.training.micro_batch import usable_memory
 
 #: OpenCLIP's losses and the ones that replace them.
 LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
@@ -54,9 +55,6 @@ LOSSES: dict[type[nn.Module], Callable[[], nn.Module]] = {
 
 #: OpenCLIP 4's tasks whose loss is one of these, of the features that a model returns.
 TASKS = ("CLIPTask", "SigLIPTask", "DistillCLIPTask")
-
-#: Share of free memory that tensors can have, as the allocator leaves gaps.
-USABLE = 0.95
 
 
 def main(argv: Sequence[str]) -> Any:
@@ -82,19 +80,33 @@ def main(argv: Sequence[str]) -> Any:
             "needs it; it was tested with 3.1 to 3.3, and with 4.2.0.dev0 of June 2026: "
             "pip install 'open_clip_torch>=3.1,<4'"
         )
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("--activation-memory", type=parse_bytes)
-    ours, words = own.parse_known_args(list(argv))
+    bound, words = activation_memory(argv)
     check(args := trainer.parse_args(words))
+    if bound is not None and args.accum_freq == 1:
+        raise UsageError(
+            f"--activation-memory: expected --accum-freq above 1, got {args.accum_freq}"
+        )
     replaced: dict[str, Any] = {created: functools.partial(create, getattr(trainer, created))}
     if args.accum_freq > 1:
-        accumulation = Accumulation(args, ours.activation_memory)
+        accumulation = Accumulation(args, bound)
         model = functools.partial(accumulation.create_model, trainer.create_model_and_transforms)
         replaced["create_model_and_transforms"] = model
         replaced["train_one_epoch"] = functools.partial(train, theirs, accumulation)
         replaced["parse_args"] = lambda _: args
     with mock.patch.multiple(trainer, **replaced):
         return trainer.main(words)
+
+
+def activation_memory(argv: Sequence[str]) -> tuple[int | None, list[str]]:
+    """The bytes of `--activation-memory`, None without it, and OpenCLIP's own options."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--activation-memory")
+    ours, words = own.parse_known_args(list(argv))
+    size = ours.activation_memory
+    try:
+        return None if size is None else parse_bytes(size), words
+    except ValueError as error:
+        raise UsageError(f"--activation-memory: {error}, got {size!r}") from None
 
 
 def check(args: Namespace) -> None:
@@ -290,10 +302,9 @@ class Accumulation:
         if len(self._measured) < 3:
             return
         each = max(1.0, longer() * (self._measured[2] - self._measured[1]))
-        free, _ = torch.cuda.mem_get_info(self.device)
-        usable = USABLE * (free + torch.cuda.memory_reserved(self.device))
         # The peak has a micro-batch's activations, which may also become larger.
-        left = usable - torch.cuda.max_memory_allocated(self.device) - each
+        peak = torch.cuda.max_memory_allocated(self.device)
+        left = usable_memory(self.device) - peak - each
         left = left if self._bound is None else min(left, self._bound)
         self.kept = max(0, min(self.args.accum_freq, int(left / each)))
         if self.args.rank == 0:
@@ -407,7 +418,8 @@ class JoinedBatches:
         for _ in range(args.accum_freq):
             batch = next(batches)
             for name in self._names:
-                part = converted(batch[name], dtype)
+                part = batch[name]
+                part = part.to(dtype) if part.is_floating_point() else part
                 if not rows:
                     size = args.batch_size * args.accum_freq
                     joined[name] = self._accumulation.memory.like(part, size, str(name))
@@ -434,15 +446,8 @@ class OnHost:
     def to(
         self, device: torch.device, dtype: torch.dtype | None = None, non_blocking: bool = False
     ) -> OnHost:
-        """Stay here, where OpenCLIP's trainer moves what its loader gives; convert numbers."""
-        if isinstance(self.batch, Tensor):
-            self.batch = converted(self.batch, dtype)
+        """Stay here, in the dtype of `_joined`, where OpenCLIP's trainer moves its batches."""
         return self
-
-
-def converted(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Numbers in this dtype, if any; bytes and tokens as they are."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 if __name__ == "__main__":

@@ -191,7 +191,7 @@ class Division:
         if self._steps == 1 or min(world.gather(trials.pairs)) == 0:
             return False
         peak = torch.cuda.max_memory_allocated(world.device)
-        free, rows = _usable(world.device), self.rows
+        free, rows = usable_memory(world.device), self.rows
         with without_a_trace(self._layout):
             first = self._agreed(trials, rows)
             own = (-free, peak, peak - first.peak / trials.longer)
@@ -323,7 +323,7 @@ class Trials:
         return [output for output in outputs.values() if output is not None]
 
 
-def _usable(device: torch.device) -> float:
+def usable_memory(device: torch.device) -> float:
     """Bytes that tensors can have in total on a GPU."""
     return _USABLE * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
 
