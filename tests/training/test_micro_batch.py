@@ -20,7 +20,7 @@ from megabatch.errors import OutOfMemory, UsageError
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower
 from megabatch.training import micro_batch, train
-from megabatch.training.micro_batch import FIRST, Division, Room, Trial, search
+from megabatch.training.micro_batch import FIRST, Division, Room, Trial, rows_of_a_quarter, search
 from megabatch.training.parallel import lay_out
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
@@ -88,6 +88,25 @@ def test_smaller_micro_batches_keep_more_activations() -> None:
     assert Machine(80, 16_000).search(16_384) == 8192
 
 
+@pytest.mark.parametrize(
+    ("memory", "share", "seconds", "found"),
+    [
+        (1 << 14, 1 << 20, 1e9, 4096),  # pairs of a MiB
+        ((1 << 14) - 4, 1 << 20, 1e9, 2048),
+        (1 << 14, 4096, 1e9, 2048),  # the whole share is another matter: it is encoded once
+        (1 << 14, 1 << 20, 20, 512),
+        (200, 1 << 20, 1e9, 64),
+        (1 << 14, 40, 1e9, 40),
+    ],
+)
+def test_the_second_step_takes_a_quarter_of_the_memory(
+    memory: int, share: int, seconds: float, found: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(micro_batch, "SECONDS", seconds)
+    first = min(FIRST, share)
+    assert rows_of_a_quarter(first, Machine(100, 0)(first), share, memory * MIB) == found
+
+
 def test_no_more_is_tried_than_there_is_time_for() -> None:
     machine = Machine(1e3, 1 << 20)
     assert machine.search(1 << 20) == max(machine.sizes) < 1 << 13
@@ -152,13 +171,15 @@ def noisy() -> nn.Module:
     return module
 
 
-@pytest.mark.usefixtures("paper")
 @pytest.mark.parametrize(
     ("changes", "locked"),
     [({"precision": "bf16"}, False), ({"grad_checkpointing": True}, True)],
 )
-def test_a_search_leaves_no_trace_and_is_done_once(changes: dict[str, Any], locked: bool) -> None:
-    config = config_of(global_batch_size=8, **changes)
+def test_a_search_leaves_no_trace_and_is_done_once(
+    changes: dict[str, Any], locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_paper(monkeypatch, first=4)  # in both steps: more would be the whole share
+    config = config_of(global_batch_size=8, micro_batch_size=4, **changes)
     modules = [noisy(), noisy()]
     for module in modules:
         for parameter in module.text.parameters() if locked else ():
@@ -199,8 +220,8 @@ def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
     batch = Batch(batch_of(0).images, tokens, torch.arange(8))
     for _ in range(2):
         trainer.train_step(batch)
-    # The third of four micro-batches with two pairs on average, and the second of two with four.
-    assert {*shapes[-12:]} == {(2, 16), (5, 16), (8, 24)}
+    # The second of two micro-batches with four pairs on average, and all pairs.
+    assert {*shapes[-8:]} == {(5, 16), (8, 24)}
 
 
 @on_processes(2)
@@ -251,14 +272,14 @@ def test_a_run_says_and_records_what_it_found(
     train(make_config(tmp_path, micro_batch_size="auto", steps=3, warmup=1))
     out = capsys.readouterr().out
     assert "8 pairs, 2 at a time at first, fp32 on cpu" in out
-    assert "micro-batches of 8 pairs (pairs/s through the towers: 2: " in out
+    assert "micro-batches of 8 pairs (pairs/s through the towers: 4: " in out
     train(make_config(tmp_path, micro_batch_size="auto", steps=4, warmup=1, resume=True))
     assert "8 pairs, 8 at a time, fp32" in capsys.readouterr().out
     monkeypatch.setattr(Division, "__init__", made)
     train(make_config(tmp_path, micro_batch_size=4, steps=5, warmup=1, resume=True))
     assert "8 pairs, 4 at a time" in capsys.readouterr().out
     sizes = [record.get("micro_batch_size") for record in logged(tmp_path)]
-    assert sizes == [2, 8, 8, 8, None]
+    assert sizes == [4, 8, 8, 8, None]
 
 
 @pytest.mark.usefixtures("counted_once")
@@ -289,7 +310,7 @@ def test_kept_activations_change_nothing_and_spare_forward_passes(kept: int) -> 
 def test_out_of_memory_says_what_needs_less() -> None:
     def stopped(trainer: Trainer, message: str, steps: int = 0, kept: int = 0) -> None:
         def full(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            if len(inputs[0]) > (2 if steps else 1):
+            if len(inputs[0]) > (4 if steps else 1):
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         trainer.module.visual.register_forward_pre_hook(full)
@@ -305,4 +326,4 @@ def test_out_of_memory_says_what_needs_less() -> None:
     by_tokens = trainer_of(config)
     by_tokens.division._tokens = 99
     stopped(by_tokens, "at most 99 tokens at a time .*smaller --micro-batch-tokens, --")
-    stopped(measured(config), "in a trial with 4 pairs at a time; set --micro-batch-", steps=1)
+    stopped(measured(config), "in a trial with 8 pairs at a time; set --micro-batch-", steps=1)
