@@ -98,10 +98,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(n, patches, width) to the same."""
         qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
-        query, key, value = qkv.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
-        x = x + self.proj(attended)
+        x = x + self.proj(_attention(qkv).flatten(2))
         return x + self.mlp(self.norm2(x))
+
+
+def _attention(qkv: Tensor) -> Tensor:
+    """Attention (n, patches, heads, width of a head) of (n, patches, 3, heads, width)."""
+    if qkv.is_cuda and qkv.element_size() == 2:
+        from megabatch.models.short_attention import LONGEST, short_attention
+
+        if qkv.shape[1] <= LONGEST:
+            return short_attention(qkv, False)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4)
+    return F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
 
 
 def _patches(images: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from machinery.icon_towers import Block
 from machinery.study_data import TOWERS, WIDTH, Pairs, StudyData
 from megabatch import ClipLoss, GradientCache, InfoNCELoss, SigLipLoss
 from megabatch.data.order import Order, Part
@@ -149,9 +148,8 @@ class Training:
         device = pairs.ids.device
         torch.manual_seed(run.seed)
         self.model = Model(run, pairs).to(device).train()
-        for module in self.model.modules():
-            if device.type == "cuda" and isinstance(module, Block):
-                module.compile(dynamic=False)
+        for tower in {self.model.first, self.model.second} if device.type == "cuda" else ():
+            tower.compile(dynamic=False)
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         others = [p for p in self.model.parameters() if p.ndim < 2]
         groups: list[dict[str, Any]] = [
