@@ -41,6 +41,8 @@ FILES = ("throughput.json", "icons.json", "icons-1m.json",
          "retriever-trainer.json", "retriever-bert-base.json", "paper-tables.json")  # fmt: skip
 #: The icons' model.
 ICONS = "machinery.icon_towers:icon_small"
+#: Steps measured before this had OpenCLIP's own blocks.
+FAST_BLOCKS = "2026-11-27T18"
 #: Different pairs of a batch of paper-tables.json; a larger one repeats them.
 DIFFERENT = 16_384
 
@@ -94,6 +96,7 @@ class Measured:
         peak: bytes of the allocator. before: those of them that it does not count.
         kept: micro-batches that were encoded once; None if it is not recorded.
         calibrates: whether constants of the package come from its time.
+        date: of the measurement, if models of OpenCLIP had fast blocks in some.
         judged: whether its time must agree. For pairs of texts only the memory must: the plan
             tells too little time for them, 40% of a step of MiniLM's size (docs/speed.md).
     """
@@ -110,6 +113,7 @@ class Measured:
     kept: int | None = None
     calibrates: bool = False
     judged: bool = True
+    date: str = ""
 
     def plan(self) -> Plan:
         """The plan of the run."""
@@ -117,6 +121,8 @@ class Measured:
         assert sheet is not None
         machine = other_machine(self.gpus, sheet.capacity, self.device)
         planner = Planner(self.config, self.towers, machine, lengths=self.lengths)
+        if self.date < FAST_BLOCKS:
+            planner.__dict__["_module"] = self.towers.module
         plan = planner.plan()
         if not isinstance(self.lengths, EqualRows):
             return plan
@@ -165,6 +171,7 @@ def clip(record: dict[str, Any]) -> Measured:
         *(record["n_devices"], record["device"], record["seconds"], record["peak_bytes"]),
         kept=record["kept_micro_batches"],
         calibrates=record["model"] in ("ViT-B-32", "ViT-L-14") and size == 4096,
+        date=record["date"],
     )
 
 

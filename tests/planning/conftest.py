@@ -40,7 +40,8 @@ def counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def of(size: int) -> MicroBatch:
             inputs = tuple((one.shape, one.dtype) for one in sample.inputs.values())
-            key = type(module), towers, inputs, sample.texts, size, where
+            kinds = frozenset(map(type, module.modules()))
+            key = type(module), kinds, towers, inputs, sample.texts, size, where
             if key not in _counted:
                 _counted[key] = measure(module, sample, size, *where)
             return _counted[key]

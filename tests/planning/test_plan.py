@@ -227,6 +227,22 @@ def test_compiled_blocks_keep_less_but_for_checkpoints(glyph):
     assert checkpointed[0] == checkpointed[1]
 
 
+def test_compiled_blocks_of_open_clip_are_planned_as_they_run():
+    towers = create(TINY)
+    kinds = [type(module) for module in towers.module.modules()]
+    micro = {
+        (machine.device, on): Planner(replace(CONFIG, torchcompile=on), towers, machine)
+        .micro_batches(64, 64).mean
+        for machine in (CPU, gpus(1, 80)) for on in (False, True)
+    }  # fmt: skip
+    for device in ("cpu", "cuda"):
+        for of_pass in ("encode", "record", "backward"):
+            own, fast = (getattr(micro[device, on], of_pass) for on in (False, True))
+            assert fast.flops < 0.9 * own.flops  # the last block's other tokens
+            assert fast.other_bytes < own.other_bytes  # copies of queries, keys and values
+    assert [type(module) for module in towers.module.modules()] == kinds
+
+
 def test_images_that_are_decoded_late_wait_as_files(glyph):
     config = replace(CONFIG, global_batch_size=1 << 20, micro_batch_size=64, decode="late")
     host = 2**32

@@ -124,6 +124,24 @@ def test_attention_counts_whole_tiles(length, keys, tiles):
     assert counter.work.flops == pytest.approx(5 * products, rel=1e-6)
 
 
+@pytest.mark.parametrize(("length", "tile"), [(5, 16), (50, 64)])
+def test_attention_of_short_sequences_counts_the_tile_of_its_kernel(length, tile):
+    pytest.importorskip("triton", reason="it is a Triton kernel")
+    from megabatch.models.short_attention import short_attention
+
+    with counted() as counter:
+        qkv = torch.empty(4, length, 3, 2, 32, dtype=torch.float16, requires_grad=True)
+        counter.start()
+        output = short_attention(qkv, True)
+        forward = counter.work
+        counter.start()
+        output.backward(output)
+    product = 2 * 4 * 2 * 32 * tile**2
+    assert forward.flops == 2 * product
+    assert counter.work.flops == 5 * product
+    assert forward.nbytes == qkv.nbytes + output.nbytes
+
+
 def test_a_product_that_torch_cannot_count_is_an_error(monkeypatch):
     monkeypatch.delitem(towers._FORMULAS, "aten.bmm")
     with counted(), pytest.raises(LookupError, match=r"no formula for the work of aten\.bmm$"):

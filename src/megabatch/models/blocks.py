@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import sys
 from collections.abc import Callable, Collection
@@ -25,15 +26,29 @@ def blocks(module: nn.Module) -> list[nn.Module]:
     return [block for members in _lists_of_blocks(module).values() for block in members]
 
 
-def use_fast_blocks(module: nn.Module) -> None:
+def use_fast_blocks(module: nn.Module, *, kernels: bool | None = None) -> None:
     """Give open_clip's transformers a faster forward pass in place; weights and features stay.
 
     Call this before the functions below, which wrap the blocks' forward passes.
+
+    Args:
+        module: the model, with the interface of `Towers.module`.
+        kernels: whether Triton kernels take short sequences; default: where the weights are.
     """
     if "open_clip" in sys.modules:  # else it is another model, and the import takes seconds
         from megabatch.models.fast_blocks import replace_blocks
 
-        replace_blocks(module)
+        replace_blocks(module, kernels)
+
+
+def with_fast_blocks(module: nn.Module, *, kernels: bool) -> nn.Module:
+    """A copy of open_clip's model that shares its weights, after `use_fast_blocks`; others as is."""
+    if not any(type(part).__module__.startswith("open_clip.") for part in module.modules()):
+        return module
+    shared = [*module.parameters(), *module.buffers()]
+    module = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
+    use_fast_blocks(module, kernels=kernels)
+    return module
 
 
 def checkpoint_activations(module: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -20,14 +19,16 @@ from torch import Tensor, nn
 from megabatch.models.openclip import ShortTextCLIP, ShortTextTransformer
 from megabatch.similarity.backends import kernels_available
 
-with contextlib.suppress(ImportError):  # without Triton there are no kernels
+try:
     from megabatch.models.short_attention import LONGEST, WIDTHS, short_attention
+except ImportError:  # there are no kernels without Triton
+    WIDTHS = ()
 
 #: Towers that give their blocks no mask or the causal one.
 _TOWERS = (VisionTransformer, CLIP, TextTransformer, ShortTextCLIP, ShortTextTransformer)
 
 
-def replace_blocks(module: nn.Module) -> None:
+def replace_blocks(module: nn.Module, kernels: bool | None) -> None:
     """As `blocks.use_fast_blocks`; transformers of other kinds stay as they are."""
     towers: list[Any] = [getattr(module, "visual", None), getattr(module, "text", module)]
     for tower in towers:
@@ -39,8 +40,8 @@ def replace_blocks(module: nn.Module) -> None:
             block.__class__ = FastBlock
             block.causal = getattr(tower, "attn_mask", None) is not None
             block.pools = block is blocks[-1] and _pools_first(tower)
-            weight, width = block.attn.in_proj_weight, block.attn.head_dim
-            block.short = kernels_available(weight) and width in WIDTHS
+            short = kernels_available(block.attn.in_proj_weight) if kernels is None else kernels
+            block.short = short and block.attn.head_dim in WIDTHS
 
 
 def _is_known(tower: Any) -> bool:

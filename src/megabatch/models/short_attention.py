@@ -21,7 +21,7 @@ from megabatch.similarity.triton.tiles import LOG2E
 
 LONGEST = 64
 #: Widths of a head.
-WIDTHS = (32, 64)
+WIDTHS: tuple[int, ...] = (32, 64)
 #: Warps by the number of tokens in a program.
 _WARPS = {16: 1, 32: 2, 64: 4}
 

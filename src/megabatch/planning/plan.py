@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
 from megabatch.errors import UsageError, plural
 from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
 from megabatch.models import Towers
-from megabatch.models.blocks import blocks, checkpoint_activations
+from megabatch.models.blocks import blocks, checkpoint_activations, with_fast_blocks
 from megabatch.models.towers import Tower, locked_towers
 from megabatch.options import is_reference
 from megabatch.planning.machine import DATASHEETS, Machine
@@ -166,6 +167,14 @@ class Planner:
         """A pair."""
         return sample_of(self.towers, 1 + self.config.hard_negatives)
 
+    @cached_property
+    def _module(self) -> nn.Module:
+        """The model as a step runs it."""
+        module, compiled = self.towers.module, self.config.torchcompile
+        if not compiled:
+            return module
+        return with_fast_blocks(module, kernels=self.machine.device == "cuda")
+
     @property
     def usual(self) -> int:
         """Pairs of a micro-batch as configured, or without a measurement."""
@@ -256,7 +265,7 @@ class Planner:
         return weighted([self._counted(*point) for point in points], shares.tolist())
 
     def _count(self, size: int, *widths: int) -> MicroBatch:
-        config, module = self.config, self.towers.module
+        config, module = self.config, self._module
         sample = self.sample.cut(dict(zip(self._contexts, widths, strict=True)))
         checkpointing = config.grad_checkpointing
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -41,9 +41,25 @@ UNIT = 512
 #: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
 #: assumed; it brings towers of short and of long sequences to one rate (benchmarks/plan_check.py).
 _TILE = 128
+
+
+def _of_short_attention(products: int) -> Callable[..., int]:
+    """The operations of so many products, whose tile is a power of two."""
+
+    def flops(qkv: Tensor, *_: Any, out_val: Any) -> int:
+        n, length, _three, heads, width = qkv.shape
+        return 2 * products * n * heads * width * max(16, 1 << (length - 1).bit_length()) ** 2
+
+    return flops
+
+
 #: Formulas by an operation's name. That of attention on the CPU, which torch lacks before 2.15, is
 #: that of the GPU's kernel.
-_FORMULAS = {str(packet): formula for packet, formula in flop_registry.items()}
+_FORMULAS: dict[str, Callable[..., int]] = {
+    **{str(packet): formula for packet, formula in flop_registry.items()},
+    "megabatch.short_attention": _of_short_attention(2),
+    "megabatch.short_attention_backward": _of_short_attention(5),
+}
 
 
 class Work(NamedTuple):
