@@ -42,7 +42,7 @@ def use_fast_blocks(module: nn.Module, *, kernels: bool | None = None) -> None:
 
 
 def with_fast_blocks(module: nn.Module, *, kernels: bool) -> nn.Module:
-    """A copy of open_clip's model that shares its weights, after `use_fast_blocks`; others as is."""
+    """A copy of open_clip's model with its weights, after `use_fast_blocks`; others as they are."""
     if not any(type(part).__module__.startswith("open_clip.") for part in module.modules()):
         return module
     shared = [*module.parameters(), *module.buffers()]
