@@ -181,7 +181,7 @@ class TrainConfig:
     micro-batches run once; auto: all that the first steps leave free on GPUs, 0 on the CPU and with
     --loss maxsim."""
     torchcompile: Annotated[bool | None, MAY_CHANGE] = None
-    """Compile the towers' blocks with torch.compile: a minute at the start, then faster steps.
+    """Compile the towers' blocks with torch.compile: minutes at the start, then faster steps.
     Needs Triton and a C compiler. Default: on GPUs, but not on the CPU."""
 
     plan: Annotated[Literal["refuse", "warn", "off"] | None, MAY_CHANGE] = None

@@ -114,6 +114,8 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self._explained():
+            if self.division.start(Trials(self._step, batch, self._autocast)):
+                self._step = self._divided()
             _seed_everything(self.config.seed, self.step, self.world.rank)
             self._step.cache.kept_micro_batches = self.division.kept
             loss, norm = self._gradients(batch)
