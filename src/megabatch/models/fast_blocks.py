@@ -20,6 +20,8 @@ from megabatch.models.openclip import ShortTextCLIP, ShortTextTransformer
 from megabatch.similarity.backends import kernels_available
 
 try:
+    from megabatch.models.block_attention import LONGEST as BLOCKS_LONGEST
+    from megabatch.models.block_attention import block_attention
     from megabatch.models.short_attention import LONGEST, WIDTHS, short_attention
 except ImportError:  # there are no kernels without Triton
     WIDTHS = ()
@@ -146,6 +148,9 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
         if self.short and qkv.shape[1] <= LONGEST and qkv.element_size() == 2:
             mixed: Tensor = short_attention(qkv, self.causal)
             return mixed
+        if self.short and qkv.shape[1] <= BLOCKS_LONGEST and qkv.element_size() == 2:
+            blocked: Tensor = block_attention(qkv, self.causal)[0]
+            return blocked
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)
 
