@@ -39,9 +39,9 @@ def sdpa(q3, causal, backend):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
 
-def blocks(block, warps, stages):
+def blocks(own, block, warps, stages):
     def f(q3, causal):
-        ba.BLOCK, ba.WARPS, ba.STAGES = block, warps, stages
+        ba.OWN, ba.BLOCK, ba.WARPS, ba.STAGES = own, block, warps, stages
         return ba.block_attention(q3, causal)[0]
 
     return f

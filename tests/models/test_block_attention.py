@@ -28,10 +28,19 @@ def made(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("dtype", HALVES if GPU else [torch.float16, torch.float32])
 @pytest.mark.parametrize(("length", "width"), [(64, 32), (65, 32), (100, 64), (128, 32), (197, 32)])
+@pytest.mark.parametrize("own", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_output_and_gradient(length: int, width: int, dtype: torch.dtype, causal: bool) -> None:
+def test_output_and_gradient(
+    length: int,
+    width: int,
+    dtype: torch.dtype,
+    causal: bool,
+    own: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megabatch.models.block_attention.OWN", own)
     qkv, upstream = made(length, width, dtype)
-    out, lse = block_attention(qkv, causal)
+    out, _ = block_attention(qkv, causal)
     truth = exact(qkv, causal)
     (found,) = torch.autograd.grad(out, qkv, upstream)
     (expected,) = torch.autograd.grad(truth, qkv, upstream.double())

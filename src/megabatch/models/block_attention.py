@@ -21,7 +21,7 @@ from megabatch.similarity.triton.tiles import LOG2E
 
 #: To be measured: above it torch's kernels are faster.
 LONGEST = 320
-BLOCK, WARPS, STAGES = 64, 4, 2
+OWN, BLOCK, WARPS, STAGES = 64, 64, 4, 2
 
 
 @operator("block_attention")
@@ -57,13 +57,18 @@ def _results(qkv: Tensor) -> tuple[Tensor, Tensor]:
 
 def _launch(kernel: Any, like: Tensor, causal: bool, **tensors: Tensor) -> None:
     n, length, _, heads, width = like.shape
-    rest = length % BLOCK
     with torch.cuda.device_of(like):
         kernel.launch(
-            n * heads * triton.cdiv(length, BLOCK), **tensors, size=length,
-            HEADS=heads, WIDTH=width, BLOCK=BLOCK, CAUSAL=causal, STAGES=STAGES,
-            REST=rest and max(16, triton.next_power_of_2(rest)), num_warps=WARPS,
+            n * heads * triton.cdiv(length, OWN), **tensors, size=length,
+            HEADS=heads, WIDTH=width, OWN=OWN, OWN_REST=_rest(length, OWN), BLOCK=BLOCK,
+            REST=_rest(length, BLOCK), CAUSAL=causal, STAGES=STAGES, num_warps=WARPS,
         )  # fmt: skip
+
+
+def _rest(length: int, block: int) -> int:
+    """The size of the block that remains after whole ones, 0 if none does."""
+    rest = length % block
+    return rest and max(16, triton.next_power_of_2(rest))
 
 
 def _save(ctx: Any, inputs: tuple[Tensor, bool], output: tuple[Tensor, Tensor]) -> None:
@@ -87,17 +92,17 @@ block_attention.register_autograd(_gradient, setup_context=_save)
 @kernel
 def forward(
     qkv, out, lse, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, OWN_REST: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The outputs and log-sum-exps of a block of queries."""
-    block, sequence, head = _place(size, HEADS, BLOCK)
-    if block * BLOCK + BLOCK <= size:
-        _outputs(qkv, out, lse, size, block * BLOCK, sequence, head,
-                 HEADS, WIDTH, BLOCK, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-    elif REST > 0:
-        _outputs(qkv, out, lse, size, block * BLOCK, sequence, head,
-                 HEADS, WIDTH, REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
+    block, sequence, head = _place(size, HEADS, OWN)
+    if block * OWN + OWN <= size:
+        _outputs(qkv, out, lse, size, block * OWN, sequence, head,
+                 HEADS, WIDTH, OWN, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
+    elif OWN_REST > 0:
+        _outputs(qkv, out, lse, size, block * OWN, sequence, head,
+                 HEADS, WIDTH, OWN_REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -155,19 +160,19 @@ def _attend(
 @kernel
 def gradients_of_queries(
     qkv, out, dout, lse, delta, dqkv, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, OWN_REST: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries; `delta`, what softmax's gradient subtracts from each."""
-    block, sequence, head = _place(size, HEADS, BLOCK)
-    if block * BLOCK + BLOCK <= size:
+    block, sequence, head = _place(size, HEADS, OWN)
+    if block * OWN + OWN <= size:
         _of_block_of_queries(
-            qkv, out, dout, lse, delta, dqkv, size, block * BLOCK, sequence, head,
-            HEADS, WIDTH, BLOCK, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-    elif REST > 0:
+            qkv, out, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
+            HEADS, WIDTH, OWN, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
+    elif OWN_REST > 0:
         _of_block_of_queries(
-            qkv, out, dout, lse, delta, dqkv, size, block * BLOCK, sequence, head,
-            HEADS, WIDTH, REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
+            qkv, out, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
+            HEADS, WIDTH, OWN_REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
 
 
 @triton.jit
@@ -203,19 +208,19 @@ def _of_block_of_queries(
 @kernel
 def gradients_of_keys(
     qkv, dout, lse, delta, dqkv, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
-    CAUSAL: tl.constexpr, STAGES: tl.constexpr,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, OWN_REST: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and of their values."""
-    block, sequence, head = _place(size, HEADS, BLOCK)
-    if block * BLOCK + BLOCK <= size:
+    block, sequence, head = _place(size, HEADS, OWN)
+    if block * OWN + OWN <= size:
         _of_block_of_keys(
-            qkv, dout, lse, delta, dqkv, size, block * BLOCK, sequence, head,
-            HEADS, WIDTH, BLOCK, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-    elif REST > 0:
+            qkv, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
+            HEADS, WIDTH, OWN, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
+    elif OWN_REST > 0:
         _of_block_of_keys(
-            qkv, dout, lse, delta, dqkv, size, block * BLOCK, sequence, head,
-            HEADS, WIDTH, REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
+            qkv, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
+            HEADS, WIDTH, OWN_REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
 
 
 @triton.jit
