@@ -144,15 +144,15 @@ def _attend(
     """The running maximum, sum and weighted sum of values with a block of keys more."""
     k = _load(first + HEADS * WIDTH, start, size, 3 * HEADS * WIDTH, WIDTH, KEYS, MASKED)
     v = _load(first + 2 * HEADS * WIDTH, start, size, 3 * HEADS * WIDTH, WIDTH, KEYS, MASKED)
-    s = tl.dot(q, tl.trans(k)) * (WIDTH**-0.5 * LOG2E)
+    s = tl.dot(q, tl.trans(k))
     if MASKED:
         keys = (start + tl.arange(0, KEYS))[None, :]
         seen = keys < size
         if CAUSAL:
             seen = seen & (keys <= (first_row + tl.arange(0, ROWS))[:, None])
         s = tl.where(seen, s, float("-inf"))
-    now = tl.maximum(top, tl.max(s, 1))
-    p, kept = tl.exp2(s - now[:, None]), tl.exp2(top - now)
+    now = tl.maximum(top, tl.max(s, 1) * (WIDTH**-0.5 * LOG2E))
+    p, kept = tl.exp2(s * (WIDTH**-0.5 * LOG2E) - now[:, None]), tl.exp2(top - now)
     sums = tl.dot(p.to(v.dtype), v, sums * kept[:, None])
     return now, total * kept + tl.sum(p, 1), sums
 
