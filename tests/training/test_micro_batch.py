@@ -209,6 +209,21 @@ def test_a_search_leaves_no_trace_and_is_done_once(
 
 
 @pytest.mark.usefixtures("paper")
+@pytest.mark.parametrize(("short_of", "rows"), [(0, 4), (1, 2)])
+def test_the_first_step_leaves_room_for_state_and_features(
+    short_of: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, batch = measured(config_of(global_batch_size=8)), batch_of(0)
+    weights = sum(p.nbytes for p in trainer.module.parameters() if p.requires_grad)
+    pair = batch.images[0].nbytes + batch.texts[0].nbytes
+    # On paper four pairs take their inputs alone.
+    needed = 3 * weights + 12 * 2 * WIDTH * 8 + 4 * (4 * pair)
+    monkeypatch.setattr(micro_batch, "usable_memory", lambda _: needed - short_of)
+    trainer.train_step(batch)
+    assert trainer.division.rows == rows
+
+
+@pytest.mark.usefixtures("paper")
 def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
     module, shapes = toy(), []
     module.text = nn.EmbeddingBag(50, WIDTH).double()  # type: ignore[assignment]

@@ -210,8 +210,10 @@ class Division:
         with without_a_trace(self._layout):
             first = self._agreed(trials, self.rows)
         left = usable_memory(world.device) - torch.cuda.memory_allocated(world.device)
-        # There will be gradients and AdamW's state, of each shard or of all weights.
+        # There will be gradients and AdamW's state, of each shard or of all weights, and features
+        # with their gradients, of which a sum is in float32.
         left -= 3 * sum(p.nbytes for p in self._layout.module.parameters() if p.requires_grad)
+        left -= 12 * trials.numbers * self._share
         self.rows = rows_of_a_quarter(self.rows, first, self._share, min(world.gather(left)))
         return True
 
@@ -287,7 +289,9 @@ class Division:
 class Trials:
     """Runs micro-batches of a size through the towers, as both passes of a step do.
 
-    Their `pairs` are those of a batch, the texts sorted and cut as in a step.
+    Attributes:
+        pairs: those of a batch, the texts sorted and cut as in a step.
+        numbers: those in the features of a pair, after the first trial.
 
     Args:
         step: of the trainer, whose towers, lengths and device are used.
@@ -299,7 +303,7 @@ class Trials:
         self, step: CachedStep, batch: Batch, autocast: Callable[[], AbstractContextManager[Any]]
     ) -> None:
         self._step, self._batch, self._autocast = step, batch, autocast
-        self.pairs = len(batch)
+        self.pairs, self.numbers = len(batch), 0
 
     @property
     def longer(self) -> float:
@@ -320,7 +324,8 @@ class Trials:
         before = torch.cuda.memory_allocated(device)
         inputs, pairs = self._inputs(min(size, self.pairs))
         passes = [self._pass(inputs) for _ in range(_PASSES)]
-        seconds, graph = min(passes[1:])
+        seconds, graph, numbers = min(passes[1:])
+        self.numbers = numbers // pairs
         # Another micro-batch's inputs are on their way while one is computed.
         peak = torch.cuda.max_memory_allocated(device) - before
         peak += sum(tensor.nbytes for tensor in named_tensors(inputs).values())
@@ -338,8 +343,8 @@ class Trials:
         inputs |= {tower: texts.take(middle.of(tower)) for tower, texts in by_length.items()}
         return mapped(inputs, functools.partial(to_device, device=device)), pairs
 
-    def _pass(self, inputs: dict[str, Any]) -> tuple[float, int]:
-        """Seconds of a forward and backward pass over a micro-batch, and bytes of the graph."""
+    def _pass(self, inputs: dict[str, Any]) -> tuple[float, int, int]:
+        """Of both passes over a micro-batch seconds, the graph's bytes and numbers of features."""
         device, locked = self._step.device, self._step.locked
         torch.cuda.synchronize(device)
         start = time.perf_counter()
@@ -353,7 +358,7 @@ class Trials:
             trained = [output for output in outputs if output.requires_grad]
             torch.autograd.backward(trained, [torch.ones_like(output) for output in trained])
         torch.cuda.synchronize(device)
-        return time.perf_counter() - start, graph
+        return time.perf_counter() - start, graph, sum(output.numel() for output in outputs)
 
     def _encode(self, inputs: dict[str, Any]) -> list[Tensor]:
         outputs = self._step.module(inputs.get("image"), inputs.get("text"))
