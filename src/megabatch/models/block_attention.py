@@ -1,9 +1,9 @@
 """Attention of sequences of some hundred tokens by Triton kernels.
 
 A program has a block of one head's queries, and goes through the keys (Dao 2023, arXiv 2307.08691);
-in the backward pass it has a block of keys, then one of queries. Blocks are small, as torch's
-kernels compute three blocks of 128 for the 257 tokens of a ViT-L/14. What remains after whole
-blocks is a smaller one.
+in the backward pass it has a block of queries, then another one a block of keys. Blocks are small,
+as torch's kernels compute three blocks of 128 for the 257 tokens of a ViT-L/14, and what remains
+after whole blocks is a smaller one.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from megabatch.similarity.triton.tiles import LOG2E
 
 #: To be measured: above it torch's kernels are faster.
 LONGEST = 320
+#: Tokens that a program has, and of a step of its loop.
 OWN, BLOCK, WARPS, STAGES = 64, 64, 4, 2
 
 
@@ -32,7 +33,7 @@ def block_attention(qkv: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     the log-sum-exp of each row of logits in base 2, float32 (n, heads, length).
     """
     out, lse = _results(qkv)
-    _launch(forward, qkv, causal, qkv=qkv.contiguous(), out=out, lse=lse)
+    _launch(forward, qkv, causal, out=out, lse=lse)
     return out, lse
 
 
@@ -42,8 +43,7 @@ def block_attention_gradient(
 ) -> Tensor:
     """The gradient of qkv from that of the output."""
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    delta, dout = torch.empty_like(lse), dout.contiguous()
-    given = {"qkv": qkv.contiguous(), "dout": dout, "lse": lse, "delta": delta, "dqkv": dqkv}
+    given = {"dout": dout.contiguous(), "lse": lse, "delta": torch.empty_like(lse), "dqkv": dqkv}
     _launch(gradients_of_queries, qkv, causal, **given, out=out)
     _launch(gradients_of_keys, qkv, causal, **given)
     return dqkv
@@ -55,14 +55,21 @@ def _results(qkv: Tensor) -> tuple[Tensor, Tensor]:
     return out, qkv.new_empty(n, heads, length, dtype=torch.float32)
 
 
-def _launch(kernel: Any, like: Tensor, causal: bool, **tensors: Tensor) -> None:
-    n, length, _, heads, width = like.shape
-    with torch.cuda.device_of(like):
-        kernel.launch(
-            n * heads * triton.cdiv(length, OWN), **tensors, size=length,
-            HEADS=heads, WIDTH=width, OWN=OWN, OWN_REST=_rest(length, OWN), BLOCK=BLOCK,
-            REST=_rest(length, BLOCK), CAUSAL=causal, STAGES=STAGES, num_warps=WARPS,
-        )  # fmt: skip
+def _launch(kernel: Any, qkv: Tensor, causal: bool, **tensors: Tensor) -> None:
+    """Launch programs for all whole blocks of tokens, and others for what remains of a sequence."""
+    n, length, _, heads, width = qkv.shape
+    whole = length // OWN
+    with torch.cuda.device_of(qkv):
+        for partly, start, blocks, rows in (
+            (False, 0, whole, OWN),
+            (True, whole * OWN, 1, _rest(length, OWN)),
+        ):
+            if blocks and rows:
+                kernel.launch(
+                    n * heads * blocks, qkv=qkv.contiguous(), **tensors, size=length, start=start,
+                    blocks=blocks, HEADS=heads, WIDTH=width, ROWS=rows, PARTLY=partly, BLOCK=BLOCK,
+                    REST=_rest(length, BLOCK), CAUSAL=causal, STAGES=STAGES, num_warps=WARPS,
+                )  # fmt: skip
 
 
 def _rest(length: int, block: int) -> int:
@@ -84,188 +91,154 @@ def _gradient(ctx: Any, dout: Tensor, _: Any) -> tuple[Tensor, None]:
 
 block_attention.register_fake(lambda qkv, causal: _results(qkv))
 block_attention_gradient.register_fake(
-    lambda qkv, out, lse, dout, causal: torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    lambda qkv, *_: torch.empty_like(qkv, memory_format=torch.contiguous_format)
 )
 block_attention.register_autograd(_gradient, setup_context=_save)
 
 
+# --- forward --------------------------------------------------------------------------------------
+
+
 @kernel
 def forward(
-    qkv, out, lse, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, OWN_REST: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The outputs and log-sum-exps of a block of queries."""
-    block, sequence, head = _place(size, HEADS, OWN)
-    if block * OWN + OWN <= size:
-        _outputs(qkv, out, lse, size, block * OWN, sequence, head,
-                 HEADS, WIDTH, OWN, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-    elif OWN_REST > 0:
-        _outputs(qkv, out, lse, size, block * OWN, sequence, head,
-                 HEADS, WIDTH, OWN_REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-
-
-@triton.jit
-def _outputs(
-    qkv, out, lse, size, first_row, sequence, head,
+    qkv, out, lse, size, start, blocks,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTLY: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = qkv + (sequence * size * 3 * HEADS + head) * WIDTH
-    q = _load(first, first_row, size, 3 * HEADS * WIDTH, WIDTH, ROWS, PARTLY)
+    """The outputs and log-sum-exps of a block of queries."""
+    own, head, first, first_out = _place(size, start, blocks, HEADS, WIDTH, ROWS)
+    q = _load(qkv + first, own, size, 3 * HEADS * WIDTH, WIDTH, ROWS, PARTLY)
     top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    whole = first_row if CAUSAL else size // BLOCK * BLOCK
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        top, total, sums = _attend(
-            q, first, first_row, start, size, top, total, sums, HEADS, WIDTH, ROWS, BLOCK,
-            False, False)  # fmt: skip
+    state = (top, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32))
+    whole = own if CAUSAL else size // BLOCK * BLOCK
+    for at in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        state = _attend(q, qkv + first, own, at, size, state,
+                        HEADS, WIDTH, ROWS, BLOCK, False, False)  # fmt: skip
     if CAUSAL:
-        top, total, sums = _attend(
-            q, first, first_row, whole, size, top, total, sums, HEADS, WIDTH, ROWS, ROWS,
-            True, True)  # fmt: skip
+        state = _attend(q, qkv + first, own, own, size, state,
+                        HEADS, WIDTH, ROWS, ROWS, True, True)  # fmt: skip
     elif REST > 0:
-        top, total, sums = _attend(
-            q, first, first_row, whole, size, top, total, sums, HEADS, WIDTH, ROWS, REST,
-            True, False)  # fmt: skip
-    rows = first_row + tl.arange(0, ROWS)
-    tl.store(lse + (sequence * HEADS + head) * size + rows, top + tl.log2(total), rows < size)
-    _store(out + (sequence * size * HEADS + head) * WIDTH, sums / total[:, None],
-           first_row, size, HEADS * WIDTH, WIDTH, ROWS)  # fmt: skip
+        state = _attend(q, qkv + first, own, whole, size, state,
+                        HEADS, WIDTH, ROWS, REST, True, False)  # fmt: skip
+    top, total, sums = state
+    rows = own + tl.arange(0, ROWS)
+    tl.store(lse + head * size + rows, top + tl.log2(total), rows < size)
+    _store(out + first_out, sums / total[:, None], own, size, HEADS * WIDTH, WIDTH, ROWS)
 
 
 @triton.jit
 def _attend(
-    q, first, first_row, start, size, top, total, sums,
+    q, first, own, at, size, state,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    PARTLY: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The running maximum, sum and weighted sum of values with a block of keys more."""
-    k = _load(first + HEADS * WIDTH, start, size, 3 * HEADS * WIDTH, WIDTH, KEYS, MASKED)
-    v = _load(first + 2 * HEADS * WIDTH, start, size, 3 * HEADS * WIDTH, WIDTH, KEYS, MASKED)
+    top, total, sums = state
+    k = _load(first + HEADS * WIDTH, at, size, 3 * HEADS * WIDTH, WIDTH, KEYS, PARTLY)
+    v = _load(first + 2 * HEADS * WIDTH, at, size, 3 * HEADS * WIDTH, WIDTH, KEYS, PARTLY)
     s = tl.dot(q, tl.trans(k))
-    if MASKED:
-        keys = (start + tl.arange(0, KEYS))[None, :]
+    if PARTLY:
+        keys = (at + tl.arange(0, KEYS))[None, :]
         seen = keys < size
         if CAUSAL:
-            seen = seen & (keys <= (first_row + tl.arange(0, ROWS))[:, None])
+            seen = seen & (keys <= (own + tl.arange(0, ROWS))[:, None])
         s = tl.where(seen, s, float("-inf"))
     now = tl.maximum(top, tl.max(s, 1) * (WIDTH**-0.5 * LOG2E))
     p, kept = tl.exp2(s * (WIDTH**-0.5 * LOG2E) - now[:, None]), tl.exp2(top - now)
-    sums = tl.dot(p.to(v.dtype), v, sums * kept[:, None])
-    return now, total * kept + tl.sum(p, 1), sums
+    return now, total * kept + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, sums * kept[:, None])
+
+
+# --- backward -------------------------------------------------------------------------------------
 
 
 @kernel
 def gradients_of_queries(
-    qkv, out, dout, lse, delta, dqkv, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, OWN_REST: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The gradient of a block of queries; `delta`, what softmax's gradient subtracts from each."""
-    block, sequence, head = _place(size, HEADS, OWN)
-    if block * OWN + OWN <= size:
-        _of_block_of_queries(
-            qkv, out, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
-            HEADS, WIDTH, OWN, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-    elif OWN_REST > 0:
-        _of_block_of_queries(
-            qkv, out, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
-            HEADS, WIDTH, OWN_REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-
-
-@triton.jit
-def _of_block_of_queries(
-    qkv, out, dout, lse, delta, dqkv, size, first_row, sequence, head,
+    qkv, out, dout, lse, delta, dqkv, size, start, blocks,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTLY: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = (sequence * size * 3 * HEADS + head) * WIDTH
-    first_out = (sequence * size * HEADS + head) * WIDTH
-    rows = first_row + tl.arange(0, ROWS)
-    places = (sequence * HEADS + head) * size + rows
-    q = _load(qkv + first, first_row, size, 3 * HEADS * WIDTH, WIDTH, ROWS, PARTLY)
-    o = _load(out + first_out, first_row, size, HEADS * WIDTH, WIDTH, ROWS, PARTLY)
-    do = _load(dout + first_out, first_row, size, HEADS * WIDTH, WIDTH, ROWS, PARTLY)
+    """The gradient of a block of queries; `delta`, what softmax's gradient subtracts from each."""
+    own, head, first, first_out = _place(size, start, blocks, HEADS, WIDTH, ROWS)
+    rows = own + tl.arange(0, ROWS)
+    q = _load(qkv + first, own, size, 3 * HEADS * WIDTH, WIDTH, ROWS, PARTLY)
+    o = _load(out + first_out, own, size, HEADS * WIDTH, WIDTH, ROWS, PARTLY)
+    do = _load(dout + first_out, own, size, HEADS * WIDTH, WIDTH, ROWS, PARTLY)
     products = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    tl.store(delta + places, products, rows < size)
-    of_rows = tl.load(lse + places, rows < size, 0.0), products
+    tl.store(delta + head * size + rows, products, rows < size)
+    of_rows = tl.load(lse + head * size + rows, rows < size, 0.0), products
     dq = tl.zeros([ROWS, WIDTH], tl.float32)
-    whole = first_row if CAUSAL else size // BLOCK * BLOCK
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-        dq = _of_queries(q, do, of_rows, dq, qkv + first, first_row, start, size,
+    whole = own if CAUSAL else size // BLOCK * BLOCK
+    for at in tl.range(0, whole, BLOCK, num_stages=STAGES):
+        dq = _of_queries(q, do, of_rows, dq, qkv + first, own, at, size,
                          HEADS, WIDTH, ROWS, BLOCK, False, False)  # fmt: skip
     if CAUSAL:
-        dq = _of_queries(q, do, of_rows, dq, qkv + first, first_row, whole, size,
+        dq = _of_queries(q, do, of_rows, dq, qkv + first, own, own, size,
                          HEADS, WIDTH, ROWS, ROWS, True, True)  # fmt: skip
     elif REST > 0:
-        dq = _of_queries(q, do, of_rows, dq, qkv + first, first_row, whole, size,
-                         HEADS, WIDTH, ROWS, REST, False, True)  # fmt: skip
-    _store(dqkv + first, dq * WIDTH**-0.5, first_row, size, 3 * HEADS * WIDTH, WIDTH, ROWS)
+        dq = _of_queries(q, do, of_rows, dq, qkv + first, own, whole, size,
+                         HEADS, WIDTH, ROWS, REST, True, False)  # fmt: skip
+    _store(dqkv + first, dq * WIDTH**-0.5, own, size, 3 * HEADS * WIDTH, WIDTH, ROWS)
+
+
+@triton.jit
+def _of_queries(
+    q, do, of_rows, dq, first, own, at, size,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PARTLY: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """The gradients of queries with a block of keys more; keys that do not exist are zeros."""
+    lse, products = of_rows
+    k = _load(first + HEADS * WIDTH, at, size, 3 * HEADS * WIDTH, WIDTH, KEYS, PARTLY)
+    v = _load(first + 2 * HEADS * WIDTH, at, size, 3 * HEADS * WIDTH, WIDTH, KEYS, PARTLY)
+    p = tl.exp2(tl.dot(q, tl.trans(k)) * (WIDTH**-0.5 * LOG2E) - lse[:, None])
+    if CAUSAL:
+        keys = (at + tl.arange(0, KEYS))[None, :]
+        p = tl.where(keys <= (own + tl.arange(0, ROWS))[:, None], p, 0.0)
+    ds = p * (tl.dot(do, tl.trans(v)) - products[:, None])
+    return tl.dot(ds.to(k.dtype), k, dq)
 
 
 @kernel
 def gradients_of_keys(
-    qkv, dout, lse, delta, dqkv, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, OWN: tl.constexpr, OWN_REST: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The gradients of a block of keys and of their values."""
-    block, sequence, head = _place(size, HEADS, OWN)
-    if block * OWN + OWN <= size:
-        _of_block_of_keys(
-            qkv, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
-            HEADS, WIDTH, OWN, False, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-    elif OWN_REST > 0:
-        _of_block_of_keys(
-            qkv, dout, lse, delta, dqkv, size, block * OWN, sequence, head,
-            HEADS, WIDTH, OWN_REST, True, BLOCK, REST, CAUSAL, STAGES)  # fmt: skip
-
-
-@triton.jit
-def _of_block_of_keys(
-    qkv, dout, lse, delta, dqkv, size, own, sequence, head,
+    qkv, dout, lse, delta, dqkv, size, start, blocks,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTLY: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr, CAUSAL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    first = (sequence * size * 3 * HEADS + head) * WIDTH
-    first_do = dout + (sequence * size * HEADS + head) * WIDTH
-    lse += (sequence * HEADS + head) * size
-    delta += (sequence * HEADS + head) * size
+    """The gradients of a block of keys and of their values."""
+    own, head, first, first_out = _place(size, start, blocks, HEADS, WIDTH, ROWS)
+    lse += head * size
+    delta += head * size
     stride = 3 * HEADS * WIDTH
     k = _load(qkv + first + HEADS * WIDTH, own, size, stride, WIDTH, ROWS, PARTLY)
     v = _load(qkv + first + 2 * HEADS * WIDTH, own, size, stride, WIDTH, ROWS, PARTLY)
-    dk = tl.zeros([ROWS, WIDTH], tl.float32)
-    dv = tl.zeros([ROWS, WIDTH], tl.float32)
+    sums = (tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32))
     whole = size // BLOCK * BLOCK
-    for start in tl.range(own if CAUSAL else 0, whole, BLOCK, num_stages=STAGES):
-        dk, dv = _of_keys(k, v, dk, dv, qkv + first, first_do, lse, delta, own, start, size,
-                          HEADS, WIDTH, ROWS, BLOCK, CAUSAL, False)  # fmt: skip
+    for at in tl.range(own if CAUSAL else 0, whole, BLOCK, num_stages=STAGES):
+        sums = _of_keys(k, v, sums, qkv + first, dout + first_out, lse, delta, own, at, size,
+                        HEADS, WIDTH, ROWS, BLOCK, False, CAUSAL)  # fmt: skip
     if REST > 0:
-        dk, dv = _of_keys(k, v, dk, dv, qkv + first, first_do, lse, delta, own, whole, size,
-                          HEADS, WIDTH, ROWS, REST, CAUSAL, True)  # fmt: skip
+        sums = _of_keys(k, v, sums, qkv + first, dout + first_out, lse, delta, own, whole, size,
+                        HEADS, WIDTH, ROWS, REST, True, CAUSAL)  # fmt: skip
+    dk, dv = sums
     _store(dqkv + first + HEADS * WIDTH, dk * WIDTH**-0.5, own, size, stride, WIDTH, ROWS)
     _store(dqkv + first + 2 * HEADS * WIDTH, dv, own, size, stride, WIDTH, ROWS)
 
 
 @triton.jit
 def _of_keys(
-    k, v, dk, dv, first, do_first, lse, delta, own, start, size,
+    k, v, sums, first, first_do, lse, delta, own, at, size,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    PARTLY: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values with a block of queries more; products are transposed."""
-    rows = start + tl.arange(0, ROWS)
-    q = _load(first, start, size, 3 * HEADS * WIDTH, WIDTH, ROWS, MASKED)
-    do = _load(do_first, start, size, HEADS * WIDTH, WIDTH, ROWS, MASKED)
-    if MASKED:  # rows that do not exist have no probabilities
-        of_rows = tl.load(lse + rows, rows < size, float("inf"))
-        products = tl.load(delta + rows, rows < size, 0.0)
-    else:
-        of_rows, products = tl.load(lse + rows), tl.load(delta + rows)
-    s = tl.dot(k, tl.trans(q)) * (WIDTH**-0.5 * LOG2E)
-    p = tl.exp2(s - of_rows[None, :])
+    dk, dv = sums
+    rows = at + tl.arange(0, ROWS)
+    q = _load(first, at, size, 3 * HEADS * WIDTH, WIDTH, ROWS, PARTLY)
+    do = _load(first_do, at, size, HEADS * WIDTH, WIDTH, ROWS, PARTLY)
+    # Rows that do not exist have no probabilities.
+    of_rows = tl.load(lse + rows, rows < size, float("inf")) if PARTLY else tl.load(lse + rows)
+    products = tl.load(delta + rows, rows < size, 0.0) if PARTLY else tl.load(delta + rows)
+    p = tl.exp2(tl.dot(k, tl.trans(q)) * (WIDTH**-0.5 * LOG2E) - of_rows[None, :])
     if CAUSAL:
         p = tl.where((own + tl.arange(0, KEYS))[:, None] <= rows[None, :], p, 0.0)
     dv = tl.dot(p.to(do.dtype), do, dv)
@@ -273,43 +246,28 @@ def _of_keys(
     return tl.dot(ds.to(q.dtype), q, dk), dv
 
 
-@triton.jit
-def _of_queries(
-    q, do, of_rows, dq, first, own, start, size,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The gradients of queries with a block of keys more; keys that do not exist are zeros."""
-    k = _load(first + HEADS * WIDTH, start, size, 3 * HEADS * WIDTH, WIDTH, KEYS, MASKED)
-    v = _load(first + 2 * HEADS * WIDTH, start, size, 3 * HEADS * WIDTH, WIDTH, KEYS, MASKED)
-    lse, products = of_rows
-    s = tl.dot(q, tl.trans(k)) * (WIDTH**-0.5 * LOG2E)
-    p = tl.exp2(s - lse[:, None])
-    if CAUSAL:
-        keys = (start + tl.arange(0, KEYS))[None, :]
-        p = tl.where(keys <= (own + tl.arange(0, ROWS))[:, None], p, 0.0)
-    ds = p * (tl.dot(do, tl.trans(v)) - products[:, None])
-    return tl.dot(ds.to(k.dtype), k, dq)
+# --- places ---------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _place(size, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's block, sequence and head: those of one head are neighbours."""
-    blocks = tl.cdiv(size, BLOCK)
-    item = tl.program_id(0) // blocks
-    return tl.program_id(0) % blocks, (item // HEADS).to(tl.int64), item % HEADS
+def _place(size, start, blocks, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """A program's first token and head, and the head's offsets in qkv and in the output."""
+    # The blocks of a head are neighbours, as they read the same.
+    head = (tl.program_id(0) // blocks).to(tl.int64)
+    own = start + tl.program_id(0) % blocks * ROWS
+    sequence, of_sequence = head // HEADS, head % HEADS
+    first = (sequence * size * 3 * HEADS + of_sequence) * WIDTH
+    return own, head, first, (sequence * size * HEADS + of_sequence) * WIDTH
 
 
 @triton.jit
 def _load(
-    first, start, size, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr
+    first, start, size, stride, WIDTH: tl.constexpr, ROWS: tl.constexpr, PARTLY: tl.constexpr
 ):
     """A block of one head's vectors, zeros where they end."""
     rows, cols = start + tl.arange(0, ROWS), tl.arange(0, WIDTH)
     places = first + rows[:, None] * stride + cols[None, :]
-    if MASKED:
-        return tl.load(places, mask=(rows < size)[:, None], other=0.0)
-    return tl.load(places)
+    return tl.load(places, mask=(rows < size)[:, None], other=0.0) if PARTLY else tl.load(places)
 
 
 @triton.jit
