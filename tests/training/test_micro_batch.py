@@ -242,13 +242,17 @@ def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
 @on_processes(2)
 def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
     world = World(CPU, ranks.rank, ranks.size)
-    steps = [share_of(batch_of(seed), [5, 3], ranks.rank) for seed in range(3)]
-    for parallel in ("ddp", "fsdp"):
+    # Where a rank has no pairs, the first step has `first` at a time, as without a trial.
+    for parallel, sizes in (("ddp", [8, 0]), ("fsdp", [5, 3])):
+        shares = [sizes, [5, 3], [5, 3]]
+        steps = [share_of(batch_of(seed), shares[seed], ranks.rank) for seed in range(3)]
         config = config_of(global_batch_size=8, parallel=parallel)
         with pytest.MonkeyPatch.context() as patch:
             on_paper(patch, first=1)
             trainer = measured(config, world)
-            found = [trainer.train_step(batch) for batch in steps]
+            found = [trainer.train_step(steps[0])]
+            assert trainer.division.rows == (1 if 0 in sizes else 2)
+            found += [trainer.train_step(batch) for batch in steps[1:]]
         assert (trainer.division.rows, trainer.division.measures) == (4, False)
         fixed = trainer_of(replace(config, micro_batch_size=1), world)
         for values, batch in zip(found, steps, strict=True):
