@@ -274,8 +274,8 @@ def record(
         return Record(**about, status=status, **dict.fromkeys(rest))
     # OpenCLIP takes the batches of a step one by one, megabatch all at once. Its loader has a few
     # more than whole steps need where the number of workers does not divide theirs.
-    steps, each = len(found["batch_time"]), accum if contender == "openclip" else 1
-    waits = np.array(found["waiting"][: steps * each]).reshape(steps, each).sum(1)
+    steps, batches = len(found["batch_time"]), accum if contender == "openclip" else 1
+    waits = np.array(found["waiting"][: steps * batches]).reshape(steps, batches).sum(1)
     seconds, waiting = (np.median(each[1:] or each) for each in (found["batch_time"], [*waits]))
 
     def difference(key: str, accumulation: int) -> float | None:

@@ -122,7 +122,7 @@ class Measured:
         machine = other_machine(self.gpus, sheet.capacity, self.device)
         planner = Planner(self.config, self.towers, machine, lengths=self.lengths)
         if self.date < FAST_BLOCKS:
-            planner.__dict__["_module"] = self.towers.module
+            planner._module = self.towers.module
         plan = planner.plan()
         if not isinstance(self.lengths, EqualRows):
             return plan

@@ -99,7 +99,7 @@ def test_smaller_micro_batches_keep_more_activations() -> None:
         (1 << 14, 40, 1e9, 40),
     ],
 )
-def test_the_second_step_takes_a_quarter_of_the_memory(
+def test_the_first_steps_take_a_quarter_of_the_memory(
     memory: int, share: int, seconds: float, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(micro_batch, "SECONDS", seconds)
@@ -242,7 +242,7 @@ def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
 @on_processes(2)
 def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
     world = World(CPU, ranks.rank, ranks.size)
-    # Where a rank has no pairs, the first step has `first` at a time, as without a trial.
+    # If a rank has no pairs, no trial precedes the first step, and `first` stays the size.
     for parallel, sizes in (("ddp", [8, 0]), ("fsdp", [5, 3])):
         shares = [sizes, [5, 3], [5, 3]]
         steps = [share_of(batch_of(seed), shares[seed], ranks.rank) for seed in range(3)]

@@ -141,8 +141,9 @@ def search(
 def rows_of_a_quarter(size: int, trial: Trial, share: int, memory: float) -> int:
     """The size, doubled while a micro-batch takes at most a quarter of the memory.
 
-    Smaller sizes are not the fastest, and each is compiled. On an H200 the seven from 64 to 4,096
-    pairs of ViT-B/32 took some 180 s, and a step of 32,768 pairs, 64 at a time, 32 s instead of 3.
+    Smaller sizes are not the fastest, and each is compiled. ViT-B/32's start took 253 s on an H200
+    with sizes from 64 pairs on, of which two steps of 32,768 pairs, 64 at a time, took 64 s instead
+    of 6 (benchmarks/results/throughput.json).
     """
     while 2 * size < share and quick(2 * size, trial):
         trial = trial.times(2)
@@ -161,11 +162,11 @@ class Division:
     """The division of a run's steps into micro-batches, the same on all ranks.
 
     The size is given, fixed or, if it is "auto" on a GPU, measured. Before that, two steps keep no
-    activations, and have as many pairs at a time as take a quarter of the memory by a trial of 64:
-    the first one creates the optimizer's state and libraries' workspaces, and the second one's peak
-    shows how much memory is left. With batch normalisation the size changes what is learnt, so
-    "auto" is a fixed size; also with the loss "maxsim", whose memory depends on the longest text of
-    a batch.
+    activations, and take as many pairs at a time as fill a quarter of the memory, according to a
+    trial with 64. The first one creates the optimizer's state and libraries' workspaces, and the
+    second one's peak shows how much memory is left. With batch normalisation the size changes what
+    is learnt, so "auto" is a fixed size; also with the loss "maxsim", whose memory depends on the
+    longest text of a batch.
 
     Attributes:
         rows: pairs that go through the towers at a time.
@@ -200,10 +201,11 @@ class Division:
     def start(self, trials: Trials) -> bool:
         """Before the first step choose its size, with its batch; returns whether that was done.
 
-        All ranks call it. If one has no pairs, the step has at most 64 pairs at a time.
+        All ranks call it before each step while something is to be measured. If one has no pairs,
+        the first steps have at most 64 pairs at a time.
         """
         world = self._layout.world
-        if not (self.searches and self.measures) or self._steps:
+        if not self.searches or self._steps:
             return False
         if min(world.gather(trials.pairs)) == 0:
             return False
@@ -344,7 +346,7 @@ class Trials:
         return mapped(inputs, functools.partial(to_device, device=device)), pairs
 
     def _pass(self, inputs: dict[str, Any]) -> tuple[float, int, int]:
-        """Of both passes over a micro-batch seconds, the graph's bytes and numbers of features."""
+        """Seconds of both passes, bytes of the graph, numbers in the features of a micro-batch."""
         device, locked = self._step.device, self._step.locked
         torch.cuda.synchronize(device)
         start = time.perf_counter()

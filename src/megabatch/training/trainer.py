@@ -114,7 +114,7 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         with self._explained():
-            if self.division.start(Trials(self._step, batch, self._autocast)):
+            if self.division.measures and self.division.start(self._trials(batch)):
                 self._step = self._divided()
             _seed_everything(self.config.seed, self.step, self.world.rank)
             self._step.cache.kept_micro_batches = self.division.kept
@@ -138,8 +138,7 @@ class Trainer:
         self.step += 1
         if self.ema is not None and math.isfinite(norm):
             self.ema.update(self.step)
-        trials = Trials(self._step, batch, self._autocast)
-        if self.division.measures and self.division.after_step(trials):
+        if self.division.measures and self.division.after_step(self._trials(batch)):
             self._step = self._divided()
         return _finite({"loss": loss, "lr": lr, "grad_norm": norm})
 
@@ -212,6 +211,9 @@ class Trainer:
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
         )
+
+    def _trials(self, batch: Batch) -> Trials:
+        return Trials(self._step, batch, self._autocast)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
