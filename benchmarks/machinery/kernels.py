@@ -149,7 +149,7 @@ def operations(name: str, shapes: list[list[int]]) -> dict[str, int]:
     if name.startswith("aten::_scaled_dot_product_"):
         (*batch, rows, width), columns = shapes[0], shapes[2][-2]
         return {"attention": 2 * products * math.prod(batch) * rows * columns * width}
-    if name.startswith("megabatch::short_attention"):
+    if name.startswith(("megabatch::short_attention", "megabatch::block_attention")):
         n, rows, _, heads, width = shapes[0]
         return {"attention": 2 * products * n * heads * rows * rows * width}
     return {}

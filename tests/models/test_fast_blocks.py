@@ -193,18 +193,24 @@ def test_kernels_of_inductor_in_half_precision() -> None:
         pytest.param("cuda", "inductor", marks=pytest.mark.gpu),
     ],
 )
-def test_short_sequences_take_kernels_of_their_own(
-    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("longest", [64, 4])
+def test_sequences_take_kernels_of_their_own(
+    longest: int, device: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Images of 5 tokens; texts of 16 and of 8, which share their graphs."""
-    short_attention = pytest.importorskip("megabatch.models.short_attention")
-    launch, launched = short_attention._launch, []
+    """Images of 5 tokens; texts of 16 and of 8, which share their graphs; all short, or none."""
+    pytest.importorskip("triton")
+    from megabatch.models import block_attention, short_attention
+
+    kernels: Any = short_attention if longest == 64 else block_attention
+    forward = "attention_forward" if longest == 64 else "attention_of_blocks"
+    launch, launched = kernels._launch, []
 
     def count(kernel: Any, qkv: Tensor, *rest: Any, **tensors: Tensor) -> None:
-        launched.append((kernel is short_attention.attention_backward, qkv.shape[1]))
+        launched.append((kernel is not getattr(kernels, forward), qkv.shape[1]))
         launch(kernel, qkv, *rest, **tensors)
 
-    monkeypatch.setattr(short_attention, "_launch", count)
+    monkeypatch.setattr(kernels, "_launch", count)
+    monkeypatch.setattr("megabatch.models.fast_blocks.SHORT", longest)
     monkeypatch.setattr("megabatch.models.fast_blocks.kernels_available", lambda x: True)
     own = model(vision={"width": 64, "head_width": 32}, width=64).to(device)
     made = fast(own).float()
@@ -222,4 +228,5 @@ def test_short_sequences_take_kernels_of_their_own(
         for truth, found in (values, gradients):
             assert (found - truth).norm() < 0.01 * truth.norm()
         # In all blocks but the last one of each tower.
-        assert sorted(launched) == [(False, 5), (False, columns), (True, 5), (True, columns)]
+        backward = [(True, 5), (True, columns)] * (1 if longest == 64 else 2)
+        assert sorted(launched) == sorted([(False, 5), (False, columns), *backward])

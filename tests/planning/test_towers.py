@@ -124,22 +124,25 @@ def test_attention_counts_whole_tiles(length, keys, tiles):
     assert counter.work.flops == pytest.approx(5 * products, rel=1e-6)
 
 
-@pytest.mark.parametrize(("length", "tile"), [(5, 16), (50, 64)])
-def test_attention_of_short_sequences_counts_the_tile_of_its_kernel(length, tile):
-    pytest.importorskip("triton", reason="it is a Triton kernel")
-    from megabatch.models.short_attention import short_attention
+@pytest.mark.parametrize(("length", "tile"), [(5, 16), (50, 64), (64, 64), (128, 128), (257, 272)])
+def test_attention_by_own_kernels_counts_their_blocks(length, tile):
+    pytest.importorskip("triton", reason="they are Triton kernels")
+    from megabatch.models.block_attention import block_attention
+    from megabatch.models.short_attention import LONGEST, short_attention
 
+    short = length <= LONGEST
     with counted() as counter:
         qkv = torch.empty(4, length, 3, 2, 32, dtype=torch.float16, requires_grad=True)
         counter.start()
-        output = short_attention(qkv, True)
+        output = short_attention(qkv, True) if short else block_attention(qkv, True)[0]
         forward = counter.work
         counter.start()
         output.backward(output)
     product = 2 * 4 * 2 * 32 * tile**2
     assert forward.flops == 2 * product
-    assert counter.work.flops == 5 * product
-    assert forward.nbytes == qkv.nbytes + output.nbytes
+    assert counter.work.flops == (5 if short else 7) * product
+    statistics = 0 if short else 4 * 4 * 2 * length
+    assert forward.nbytes == qkv.nbytes + output.nbytes + statistics
 
 
 def test_a_product_that_torch_cannot_count_is_an_error(monkeypatch):

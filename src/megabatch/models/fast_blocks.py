@@ -20,7 +20,9 @@ from megabatch.models.openclip import ShortTextCLIP, ShortTextTransformer
 from megabatch.similarity.backends import kernels_available
 
 try:
-    from megabatch.models.short_attention import LONGEST, WIDTHS, short_attention
+    from megabatch.models.block_attention import LONGEST, block_attention
+    from megabatch.models.short_attention import LONGEST as SHORT
+    from megabatch.models.short_attention import WIDTHS, short_attention
 except ImportError:  # there are no kernels without Triton
     WIDTHS = ()
 
@@ -40,8 +42,8 @@ def replace_blocks(module: nn.Module, kernels: bool | None) -> None:
             block.__class__ = FastBlock
             block.causal = getattr(tower, "attn_mask", None) is not None
             block.pools = block is blocks[-1] and _pools_first(tower)
-            short = kernels_available(block.attn.in_proj_weight) if kernels is None else kernels
-            block.short = short and block.attn.head_dim in WIDTHS
+            own = kernels_available(block.attn.in_proj_weight) if kernels is None else kernels
+            block.kernels = own and block.attn.head_dim in WIDTHS
 
 
 def _is_known(tower: Any) -> bool:
@@ -101,12 +103,12 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
         causal: whether tokens see only those before them.
         pools: whether only one token of each sequence goes on: the rest of the last block's outputs
             would have no use.
-        short: whether kernels of our own take short sequences.
+        kernels: whether attention is by kernels of our own, unless sequences are long.
     """
 
     causal: bool
     pools: bool
-    short: bool
+    kernels: bool
 
     def forward(
         self,
@@ -143,8 +145,11 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
 
     def _attention(self, qkv: Tensor) -> Tensor:
         """Attention (n, length, heads, width of a head) within each sequence."""
-        if self.short and qkv.shape[1] <= LONGEST and qkv.element_size() == 2:
-            mixed: Tensor = short_attention(qkv, self.causal)
+        if self.kernels and qkv.shape[1] <= LONGEST and qkv.element_size() == 2:
+            short = qkv.shape[1] <= SHORT
+            mixed: Tensor = (
+                short_attention(qkv, self.causal) if short else block_attention(qkv, self.causal)[0]
+            )
             return mixed
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)

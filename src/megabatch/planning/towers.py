@@ -43,12 +43,14 @@ UNIT = 512
 _TILE = 128
 
 
-def _of_short_attention(products: int) -> Callable[..., int]:
-    """The operations of so many products, whose tile is a power of two."""
+def _of_attention(products: int) -> Callable[..., int]:
+    """The operations of so many products of kernels whose blocks are of 64, 32 or 16 tokens."""
 
     def flops(qkv: Tensor, *_: Any, out_val: Any) -> int:
         n, length, _three, heads, width = qkv.shape
-        return 2 * products * n * heads * width * max(16, 1 << (length - 1).bit_length()) ** 2
+        rest = length % 64
+        tokens = length - rest + (max(16, 1 << (rest - 1).bit_length()) if rest else 0)
+        return 2 * products * n * heads * width * tokens**2
 
     return flops
 
@@ -57,8 +59,10 @@ def _of_short_attention(products: int) -> Callable[..., int]:
 #: that of the GPU's kernel.
 _FORMULAS: dict[str, Callable[..., int]] = {
     **{str(packet): formula for packet, formula in flop_registry.items()},
-    "megabatch.short_attention": _of_short_attention(2),
-    "megabatch.short_attention_backward": _of_short_attention(5),
+    "megabatch.short_attention": _of_attention(2),
+    "megabatch.short_attention_backward": _of_attention(5),
+    "megabatch.block_attention": _of_attention(2),
+    "megabatch.block_attention_backward": _of_attention(7),
 }
 
 

@@ -44,9 +44,10 @@ def test_operations() -> None:
     name = "aten::_scaled_dot_product"
     assert operations(name + forward, [q, q, q]) == {"attention": 2 * square}
     assert operations(name + backward, [q, q, q, q]) == {"attention": 5 * square}
-    short, qkv = "megabatch::short_attention", [q[0], q[2], 3, q[1], q[3]]
-    assert operations(short, [qkv, []]) == {"attention": 2 * square}
-    assert operations(f"{short}_backward", [qkv, [], []]) == {"attention": 5 * square}
+    qkv = [q[0], q[2], 3, q[1], q[3]]
+    for name in ("megabatch::short_attention", "megabatch::block_attention"):
+        assert operations(name, [qkv, []]) == {"attention": 2 * square}
+        assert operations(f"{name}_backward", [qkv, [], []]) == {"attention": 5 * square}
 
 
 def event(name: str, start: float, end: float, *, gpu: bool, shapes: Any = ()) -> Any:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from megabatch.models import short_attention
+from megabatch.models import block_attention, short_attention
 from megabatch.similarity.triton import blocks, hopper, paired, sigmoid, soft_targets, softmax
 
 TYPES = (
@@ -30,6 +30,7 @@ TYPES = (
     | dict.fromkeys(("row_state", "col_state", "states", "result", "score", "tops"), "*fp32")
     | dict.fromkeys(("row_upstream", "col_upstream", "row_extremes", "col_extremes"), "*fp32")
     | dict.fromkeys(("partials", "teacher_scale", "own", "scale_grad_parts"), "*fp32")
+    | dict.fromkeys(("lse", "delta"), "*fp32")
     | {"sums": "*fp64"}
 )
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
@@ -46,6 +47,7 @@ GUIDED = TILE | {"DIAGONAL": 1, "PAIRED": True, "COLS": False, "col_upstream": N
 GUIDED |= {"col_extremes": None}
 TARGETS = TILE | {"DIAGONAL": 1, "GROUP": 8}
 SHORT = {"HEADS": 12, "WIDTH": 64, "BLOCK": 64, "CAUSAL": True}
+BLOCKS = SHORT | {"ROWS": 64, "PARTLY": False, "REST": 16, "CAUSAL": False, "STAGES": 3}
 ROWS = {"ROWS": 16, "COLS": 128, "CHOOSE": True, "GAIN": 32768.0}
 #: name -> (kernel, dtype, warps, constants)
 KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
@@ -67,6 +69,9 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
     "short attention": (short_attention.attention_forward, "bf16", 4, SHORT),
     "short attention, gradients": (short_attention.attention_backward, "bf16", 4, SHORT),
+    "attention": (block_attention.attention_of_blocks, "bf16", 4, BLOCKS),
+    "attention of queries": (block_attention.attention_of_queries, "bf16", 4, BLOCKS),
+    "attention of keys": (block_attention.attention_of_keys, "bf16", 4, BLOCKS),
     "targets": (soft_targets.forward_tiles, "bf16", 8, TARGETS),
     "targets, small": (soft_targets.forward_tiles, "bf16", 8, TARGETS | {"BK": 32}),
     "targets, combine": (soft_targets.combine_partials, "bf16", 4, TARGETS),

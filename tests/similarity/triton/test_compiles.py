@@ -39,9 +39,10 @@ BOUNDS = {
         ("pairs@90", "pairs, gradients@90", "scale rows@90", "targets, combine@90"), Bounds()
     ),
 }
-SHORT = ("short attention", "short attention, gradients")
+ATTENTION = ("short attention", "short attention, gradients")
+ATTENTION += ("attention", "attention of queries", "attention of keys")
 BOUNDS |= {
-    f"{name}@{capability}": Bounds(1, SMALLEST, 0) for name in SHORT for capability in (80, 90)
+    f"{name}@{capability}": Bounds(1, SMALLEST, 0) for name in ATTENTION for capability in (80, 90)
 }
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6):  # Gluon differs before
     BOUNDS |= dict.fromkeys(("clip, hopper@90", "clip, ds, hopper@90"), Bounds(1, H100, 0))
