@@ -313,7 +313,8 @@ def main() -> None:
         if {"megabatch", "openclip"} <= {r["contender"] for r in records if r["loss"] == "clip"}:
             figures["-summary"] = summary(records)
     for name, made in figures.items():
-        on = place(content["machine"])
+        # A study goes on on several machines, but its time is that of one GPU.
+        on = next((t["gpu"] for t in content.get("times", ())), None) or place(content["machine"])
         made.suptitle(f"{name[1:]}, {on}" if study else f"{on}, bf16, d = {options.width}")
         path = folder / f"{options.records.stem}{name}.png"
         made.savefig(path, dpi=130)
