@@ -224,6 +224,26 @@ def test_the_first_step_leaves_room_for_state_and_features(
 
 
 @pytest.mark.usefixtures("paper")
+def test_the_trial_before_the_first_step_compiles_nothing() -> None:
+    module, compiled = toy(), set[int]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        values = (value for value in inputs if not isinstance(value, nn.Parameter))
+        compiled.update(len(value) for value in values if value.ndim == 2)
+        return graph.forward
+
+    module.visual.forward = torch.compile(module.visual.forward, backend=backend, dynamic=False)
+    trainer, sizes = measured(config_of(global_batch_size=8), module=module), list[int]()
+    module.visual.first.register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    try:
+        trainer.train_step(batch_of(0))
+    finally:
+        torch.compiler.reset()
+    assert sizes[:4] == [2] * 4
+    assert compiled == {trainer.division.rows} == {4}
+
+
+@pytest.mark.usefixtures("paper")
 def test_texts_are_those_of_the_batch_sorted_and_cut() -> None:
     module, shapes = toy(), []
     module.text = nn.EmbeddingBag(50, WIDTH).double()  # type: ignore[assignment]

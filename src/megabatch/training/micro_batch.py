@@ -209,7 +209,8 @@ class Division:
             return False
         if min(world.gather(trials.pairs)) == 0:
             return False
-        with without_a_trace(self._layout):
+        # Graphs of this size would be compiled for the trial alone, and without them more is kept.
+        with without_a_trace(self._layout), torch.compiler.set_stance("force_eager"):
             first = self._agreed(trials, self.rows)
         left = usable_memory(world.device) - torch.cuda.memory_allocated(world.device)
         # There will be gradients and AdamW's state, of each shard or of all weights, and features
