@@ -27,7 +27,7 @@ import open_clip
 import torch
 
 from machinery.definitions import tokenized, words_and_definitions
-from machinery.kernels import TRANSFERS, Profile
+from machinery.kernels import AFTER_LOSS, TRANSFERS, Profile
 from machinery.parts import WAITING
 from machinery.steps import Megabatch, make_pairs
 from megabatch.benchmarking import records
@@ -147,7 +147,7 @@ def of_step(
     for part in profile.lengths:
         first = part == WAITING or "first" in part
         times = (count - kept * first) / profiled
-        if part in ("loss", "optimizer", "rest"):
+        if part in ("loss", AFTER_LOSS, "optimizer", "rest"):
             times = 1.0
         parts[part] = {name: times * s for name, s in profile.seconds_by_family(part).items()}
         for event in profile.kernels[part]:

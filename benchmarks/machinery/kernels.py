@@ -35,6 +35,8 @@ FAMILIES = {
     "sums": r"reduce|_red_|_per_|::sum",
     "copies": r"memcpy|memset|copy|clone|cat|fill|stack|constant|attention|::to$",
 }
+#: The part from the loss's gradient to the first of the second passes, once in a step.
+AFTER_LOSS = "after the loss"
 OTHERS, GAPS = "other elementwise", "launch gaps"
 #: Transfers from and to the host, in a stream of their own: beside the computation.
 TRANSFERS = "transfers, hidden"
@@ -52,7 +54,7 @@ class Event:
 
 
 class Profile(Parts):
-    """Profiles a step of a trainer while it is entered.
+    """Profiles a step of a trainer that keeps no activations while it is entered.
 
     Args:
         trainer: whose steps are profiled.
@@ -89,6 +91,10 @@ class Profile(Parts):
         for name in ("image_features", "text_features"):
             given[name] = given[name].repeat(self._repeats, 1)
         return super()._around_loss(objective, **given)
+
+    def _end_of_loss(self, _: Tensor) -> None:
+        self._second = True
+        self.mark(AFTER_LOSS)
 
     def _read(self, events: Iterable[Any]) -> None:
         """Sort into parts: kernels, and operations of what the host called."""
