@@ -89,7 +89,8 @@ class Record:
     loss_difference: float | None
     compiled: bool
     equal_tokens: bool = False  #: of the trainer: its micro-batches, not equal rows
-    kept_micro_batches: int | None = None  #: of the trainer: those encoded once
+    #: of the trainer, and of a column in the library's trainer with our loss: those encoded once
+    kept_micro_batches: int | None = None
 
 
 class Course(TrainerCallback):  # type: ignore[misc]
@@ -224,6 +225,7 @@ def run(
             "mini_batch_size": options.mini_batch_size,
             "mini_batch_tokens": options.mini_batch_tokens,
             "compiled": options.compile,
+            "kept_micro_batches": kept(LOSSES[name], options).get("kept_mini_batches"),
         }
     else:
         done = by_trainer(model, folder, train, course, options, output)
@@ -293,9 +295,15 @@ def library_trainer(
         train_dataset=Dataset.from_dict(
             {"anchor": [word for word, _ in train], "positive": [text for _, text in train]}
         ),
-        loss=loss(model, mini_batch_size=options.mini_batch_size, **budget),
+        loss=loss(model, mini_batch_size=options.mini_batch_size, **budget, **kept(loss, options)),
         data_collator=SentenceTransformerDataCollator(preprocess_fn=tokens),
     )
+
+
+def kept(loss: type[torch.nn.Module], options: argparse.Namespace) -> dict[str, int]:
+    """Arguments of megabatch's loss alone."""
+    own = loss is LOSSES["megabatch"]
+    return {"kept_mini_batches": options.kept_mini_batches} if own else {}
 
 
 def by_trainer(
@@ -373,6 +381,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=32768)
     parser.add_argument("--mini-batch-size", type=int, default=1024)
     parser.add_argument("--mini-batch-tokens", type=int, nargs="+", default=[None])
+    parser.add_argument(
+        "--kept-mini-batches", type=int, default=0, help="of our loss, in each column"
+    )
     parser.add_argument("--compile", action="store_true", help="the library's encoder, too")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--every", type=int, default=10, help="steps between two scores")

@@ -203,6 +203,42 @@ def test_sorted_texts_give_the_librarys_loss_and_gradients(
             assert all(mask.numel() <= limit or len(mask) == 1 for mask in encoded)
 
 
+@pytest.mark.skipif(library.__version__ < "6", reason="says no ranges before 6.0")
+@pytest.mark.parametrize("kept", [1, 100])
+@pytest.mark.parametrize("settings", [{"mini_batch_size": 2}, {"mini_batch_num_tokens": 12}])
+def test_kept_mini_batches_change_nothing_but_are_encoded_once(
+    model: Any, settings: dict[str, int], kept: int
+) -> None:
+    model.train()  # with dropout
+    columns, passes = different_lengths(model), list[bool]()
+    model[0].register_forward_pre_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    results, mini_batches = [], 0
+    for count in (0, kept):
+        passes.clear()
+        torch.manual_seed(0)
+        loss = MegabatchRankingLoss(model, **settings, kept_mini_batches=count)
+        results.append(step(loss, model, columns))
+        mini_batches = mini_batches or len(passes) // 3  # the last pass evaluates
+    # The value, and all gradients. Evaluation follows with other random numbers.
+    for one, two in zip(*results, strict=True):
+        assert one is results[0][1] or torch.equal(one, two)
+    once = min(kept * len(columns), mini_batches)
+    assert (len(passes), passes.count(True)) == (3 * mini_batches - once, mini_batches)
+
+
+def test_wrong_numbers_of_kept_mini_batches(
+    model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="kept_mini_batches: expected 0 or more, got -1"):
+        MegabatchRankingLoss(model, kept_mini_batches=-1)
+    with pytest.raises(ValueError, match="kept_mini_batches: expected 0 with a guide model, got 1"):
+        MegabatchGISTEmbedLoss(model, bert(folder), kept_mini_batches=1)
+    theirs = losses.CachedMultipleNegativesRankingLoss
+    monkeypatch.setattr(theirs, "embed_minibatch_iter", lambda self, features: None)
+    with pytest.raises(ValueError, match="kept_mini_batches: expected 0 with sentence-transf"):
+        MegabatchRankingLoss(model, kept_mini_batches=1)
+
+
 def test_texts_are_sorted_where_padding_is_masked(model: Any, folder: Path) -> None:
     assert MegabatchRankingLoss(model).sort_by_length
     assert MegabatchGISTEmbedLoss(model, bert(folder)).sort_by_length

@@ -128,6 +128,12 @@ def every_direction(kind: Any, model: Any, **settings: Any) -> Any:
     return kind(model, mini_batch_size=3, directions=EVERY_DIRECTION, **settings)
 
 
+def keeping(make: Callable[..., Any], kind: Any, model: Any) -> Any:
+    """The loss that `make` creates; ours keeps the activations of a mini-batch of each column."""
+    own = kind in (MegabatchRankingLoss, MegabatchMultiVectorRankingLoss)
+    return make(kind, model, **({"kept_mini_batches": 1} if own else {}))
+
+
 def sized(kind: Any, model: Any) -> Any:
     return kind(model, mini_batch_size=3)
 
@@ -138,6 +144,11 @@ def guided(guide: Any, kind: Any, model: Any) -> Any:
 
 def test_trains_as_the_library_does(folder: Path) -> None:
     train_both(folder, CACHED, every_direction, texts(4))
+
+
+@pytest.mark.skipif(library.__version__ < "6", reason="says no ranges before 6.0")
+def test_trains_as_the_library_does_with_kept_mini_batches(folder: Path) -> None:
+    train_both(folder, CACHED, functools.partial(keeping, every_direction), texts(4))
 
 
 def test_trains_as_the_library_does_on_several_datasets(folder: Path) -> None:
@@ -176,9 +187,13 @@ def test_trains_as_the_library_does_without_caching(folder: Path) -> None:
 
 def train_multi_vector_encoders(folder: Path, **settings: Any) -> None:
     """50 steps with prompts, expanded queries, skipped tokens and a column of negatives."""
-    make_loss = lambda kind, model: kind(model, scale=4.0, mini_batch_size=4, **settings)  # noqa: E731
+
+    def make(kind: Any, model: Any, **more: Any) -> Any:
+        return kind(model, scale=4.0, mini_batch_size=4, **settings, **more)
+
     options: dict[str, Any] = {"max_steps": 50, "gradient_accumulation_steps": 1}
     options["prompts"] = {"anchor": "a ", "positive": "b ", "negative_1": "b "}
+    make_loss = functools.partial(keeping, make)
     train_both(folder, MULTI_VECTOR, make_loss, texts(3), make_model=colbert, **options)
 
 
@@ -210,6 +225,8 @@ def on_two_trains_as_the_librarys_do(world: World) -> None:
     for gather in (True, False):
         make = functools.partial(every_direction, gather_across_devices=gather)
         train_both(world.folder, CACHED, make, texts(3))
+        if library.__version__ >= "6":
+            train_both(world.folder, CACHED, functools.partial(keeping, make), texts(3))
     # Before 6 the library compared the guide with the first rank's positives alone.
     if library.__version__ >= "6":
         guide = bert(world.folder)

@@ -12,8 +12,11 @@ have little padding.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from importlib.metadata import version
 from typing import Any, Literal
@@ -26,6 +29,7 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from sentence_transformers.util import cos_sim, dot_score
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from megabatch.gradient_cache.by_length import equal_tokens, fewest_micro_batches
 from megabatch.losses.base import unit_rows
@@ -70,8 +74,29 @@ class _Cached:
     _places: Sequence[Tensor | None] = ()  # of the batch's rows among the sorted ones, by column
     _sorted_masks: Sequence[Tensor] = ()  # of columns whose mini-batches are divided here
 
-    def __init__(self, *args: Any, sort_by_length: bool | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        sort_by_length: bool | None = None,
+        kept_mini_batches: int = 0,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        if kept_mini_batches < 0:
+            raise ValueError(f"kept_mini_batches: expected 0 or more, got {kept_mini_batches}")
+        if kept_mini_batches and hasattr(self, "guide"):
+            # Whose embeddings the library's passes with gradients leave out.
+            raise ValueError(
+                f"kept_mini_batches: expected 0 with a guide model, got {kept_mini_batches}"
+            )
+        encode: Any = super().embed_minibatch_iter  # type: ignore[misc]
+        if kept_mini_batches and "ranges" not in inspect.signature(encode).parameters:
+            raise ValueError(
+                f"kept_mini_batches: expected 0 with sentence-transformers "
+                f"{version('sentence-transformers')}, got {kept_mini_batches}: this release does "
+                "not say which mini-batches a second pass has"
+            )
+        self.kept_mini_batches = kept_mini_batches
         encoders = self.model, getattr(self, "guide", self.model)
         masked = all(map(_masks_padding, encoders))
         self.sort_by_length = masked if sort_by_length is None else sort_by_length
@@ -107,7 +132,28 @@ class _Cached:
             parts = equal_tokens(runs, fewest_micro_batches(runs, limit), limit)
             # In place, for the second pass as well.
             ranges[:] = [(part.start, part.stop) for part in parts]
-        return super().embed_minibatch_iter(*args, **given)  # type: ignore[misc]
+        encode: Any = super().embed_minibatch_iter  # type: ignore[misc]
+        if not (self.kept_mini_batches and torch.is_grad_enabled()):
+            return encode(*args, **given)
+        return (self._first if given.get("random_states") is None else _second)(encode, **given)
+
+    def _first(self, encode: Any, ranges: Sequence[Any], **given: Any) -> Iterator[Any]:
+        """The items of a first pass; those with a graph wait in the place of random states."""
+        count = min(self.kept_mini_batches, len(ranges))
+        alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        model = getattr(self.model, "_orig_mod", self.model)
+        if isinstance(model, DistributedDataParallel):
+            # Gradients are averaged with the last mini-batch, which DDP prepares in its second
+            # forward pass.
+            count, alone = min(count, len(ranges) - 1), model.no_sync()
+            if model.static_graph:
+                raise ValueError(
+                    f"kept_mini_batches: expected 0 with DDP's static graph, got {count}"
+                )
+        with alone:
+            for item in encode(ranges=ranges[:count], **{**given, "with_grad": True}):
+                yield (*item[:-1], _Kept(item))
+        yield from encode(ranges=ranges[count:], **given)
 
     def _in_batch_order(self, columns: Iterable[Tensor]) -> list[Tensor]:
         """Embeddings or masks (rows, ...) of whole columns, from those of the sorted texts."""
@@ -118,6 +164,25 @@ class _Cached:
             column if place is None else column.index_select(0, place)
             for column, place in zip(columns, places, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A mini-batch's embeddings with their graph, and what the library gives beside them."""
+
+    item: tuple[Any, ...]
+
+
+def _second(
+    encode: Any, ranges: Sequence[Any], random_states: list[Any], **given: Any
+) -> Iterator[Any]:
+    """The items of a second pass, the first ones from the first pass."""
+    count = sum(isinstance(state, _Kept) for state in random_states)
+    for i in range(count):
+        item = random_states[i].item
+        random_states[i] = item[-1]  # so the graph goes, and another pass would encode it again
+        yield item
+    yield from encode(ranges=ranges[count:], random_states=random_states[count:], **given)
 
 
 def _sorted_by_length(features: dict[str, Any]) -> tuple[dict[str, Any], Tensor | None]:
@@ -154,9 +219,12 @@ class MegabatchRankingLoss(_Cached, CachedMultipleNegativesRankingLoss):
             have little padding. Embeddings change only by rounding; with dropout, a text gets
             different random numbers. None: sort for encoders that mask padding (BERT, RoBERTa,
             MPNet, ModernBERT and similar).
+        kept_mini_batches: so many of each column's mini-batches are encoded once: their activations
+            wait for the backward pass, in so much more memory. The result is the same.
 
     Raises:
-        ValueError: the library's reasons, or another `similarity_fct`.
+        ValueError: the library's reasons, or another `similarity_fct`; `kept_mini_batches` is
+            negative, or not 0 with a release of the library before 6.0.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -215,7 +283,7 @@ class MegabatchGISTEmbedLoss(_Cached, CachedGISTEmbedLoss):
         sort_by_length: see there. None: sort if both encoders mask padding.
 
     Raises:
-        ValueError: the library's reasons.
+        ValueError: the library's reasons, or `kept_mini_batches` is given.
     """
 
     def calculate_loss(
@@ -245,7 +313,7 @@ class MegabatchMultiVectorRankingLoss(_Cached, _MultiVectorLoss):
             `similarity_fct` must be `colbert_scores` or `mean_colbert_scores`. Scores are never
             stored, so `score_mini_batch_size` has no effect; `show_progress_bar` as in
             `MegabatchRankingLoss`.
-        sort_by_length: see there.
+        sort_by_length, kept_mini_batches: see there.
 
     Raises:
         ImportError: a release of sentence-transformers before 6.0.
