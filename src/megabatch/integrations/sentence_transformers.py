@@ -148,7 +148,8 @@ class _Cached:
             count, alone = min(count, len(ranges) - 1), model.no_sync()
             if model.static_graph:
                 raise ValueError(
-                    f"kept_mini_batches: expected 0 with DDP's static graph, got {count}"
+                    "kept_mini_batches: expected 0 with DDP's static graph, got "
+                    f"{self.kept_mini_batches}"
                 )
         with alone:
             for item in encode(ranges=ranges[:count], **{**given, "with_grad": True}):
