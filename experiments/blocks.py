@@ -26,7 +26,7 @@ from megabatch.models import fast_blocks
 from megabatch.training.world import World
 
 ROWS = {"ViT-B-32": 2048, "ViT-B-16": 512, "ViT-L-14": 512}
-VARIANTS = ("all", "torch-gelu", "torch-attention")
+VARIANTS = ("all", "dynamic", "torch-gelu", "torch-attention")
 
 
 def patches(variant):
@@ -34,6 +34,14 @@ def patches(variant):
         from megabatch.models.gelu import GraphGELU
 
         yield mock.patch.object(GraphGELU, "forward", torch.nn.GELU.forward)
+    if variant == "dynamic":  # one graph for all sizes of micro-batches
+        from megabatch.models import blocks
+
+        compile_blocks = blocks.compile_blocks
+        yield mock.patch(
+            "megabatch.training.trainer.compile_blocks",
+            lambda module, varying=(): compile_blocks(module, ["image", "text"]),
+        )
     if variant == "torch-attention":
         yield mock.patch.object(fast_blocks, "LONGEST", 64)
 
