@@ -10,8 +10,8 @@ machinery/study.py has the training loop and the losses, machinery/study_data.py
 towers; benchmarks/draw_texts.py writes texts.npz. The runs:
 
 - each size of `SIZES` with CLIP's loss and the same samples, three seeds;
-- the sizes whose steps take more than `ALIKE` less or more time than those of 65,536 pairs, by the
-  step times that `--time` measured before, for as long as 65,536 pairs a step take;
+- sizes below 65,536 that take more than `ALIKE` less or more time for the same samples, by the step
+  times that `--time` measured before, for as long as 65,536 pairs a step take;
 - the other losses and groups of `OTHERS`, one seed first: in a group only so many pairs of a large
   batch meet in the loss, all else equal. `sogclr` has runs of equal time alone.
 
@@ -64,7 +64,7 @@ SIZES = {
 }
 #: The size whose time for `SAMPLES` other sizes get in the runs of equal time, unless they take as
 #: much to this share. Larger ones take its learning rate.
-CLOCK, ALIKE = 65_536, 0.05
+CLOCK, ALIKE = 65_536, 0.07
 #: Data, loss, batch and group of the further runs.
 OTHERS = (
     *(("icons", "clip", CLOCK, group) for group in (1024, 8192)),
@@ -180,7 +180,8 @@ def pending(options: argparse.Namespace, found: Found, times: list[Record]) -> l
     for point in sizes(options):
         add(point, options.samples, seeds)
     for point in sizes(options):
-        add(point, samples_by_time(point, options.samples, times), seeds)
+        if point.batch < CLOCK:
+            add(point, samples_by_time(point, options.samples, times), seeds)
     for some in (seeds[:1], seeds[1:]):
         for point in others(options):
             equal_time = point.loss.startswith("sogclr")
