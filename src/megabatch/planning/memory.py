@@ -138,7 +138,8 @@ def _sweep_bytes(loss: str, m: int, n: int, width: int, item: int, device: str, 
     # are computed, and those that are summed.
     features, sets = (1, 1) if at_once >= n else (3, 2)
     temporary = block + gathered * (features * row + sets * sums)
-    if not itself and not siglip:
-        # x's gradient is written when these are freed, but for the last round's sums.
+    if not itself and not siglip and at_once < n:
+        # x's gradient is written when these are freed, but for the last round's sums. (Of a single
+        # round it is written while y's sums come home.)
         temporary = max(gathered * sums, temporary - m * row)
     return m * sums + temporary

@@ -402,7 +402,10 @@ class Planner:
         return next((plan for plan in plans if plan.fits), None)
 
     def largest_batch(self, **sizes: Any) -> int:
-        """The largest global batch that fits, to 1/16, with other `sizes`; 0 if none does."""
+        """The largest global batch that fits, to 1/16, with other `sizes`; 0 if none does.
+
+        Above it one may fit again that ranks gather in rounds, which take less than all at once.
+        """
 
         def too_large(batch: int) -> bool:
             return not self.plan(global_batch_size=batch, **sizes).fits
