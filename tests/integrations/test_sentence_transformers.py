@@ -229,8 +229,9 @@ def test_kept_mini_batches_change_nothing_but_are_encoded_once(
 def test_wrong_numbers_of_kept_mini_batches(
     model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ValueError, match="kept_mini_batches: expected 0 or more, got -1"):
-        MegabatchRankingLoss(model, kept_mini_batches=-1)
+    for wrong in (-1, 1.5, "2"):
+        with pytest.raises(ValueError, match=f"integer from 0 on, got {wrong!r}$"):
+            MegabatchRankingLoss(model, kept_mini_batches=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="kept_mini_batches: expected 0 with a guide model, got 1"):
         MegabatchGISTEmbedLoss(model, bert(folder), kept_mini_batches=1)
     theirs = losses.CachedMultipleNegativesRankingLoss

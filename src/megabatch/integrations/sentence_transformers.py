@@ -82,8 +82,10 @@ class _Cached:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        if kept_mini_batches < 0:
-            raise ValueError(f"kept_mini_batches: expected 0 or more, got {kept_mini_batches}")
+        if not isinstance(kept_mini_batches, int) or kept_mini_batches < 0:
+            raise ValueError(
+                f"kept_mini_batches: expected an integer from 0 on, got {kept_mini_batches!r}"
+            )
         if kept_mini_batches and hasattr(self, "guide"):
             # Whose embeddings the library's passes with gradients leave out.
             raise ValueError(
@@ -224,8 +226,8 @@ class MegabatchRankingLoss(_Cached, CachedMultipleNegativesRankingLoss):
             wait for the backward pass, in so much more memory. The result is the same.
 
     Raises:
-        ValueError: the library's reasons, or another `similarity_fct`; `kept_mini_batches` is
-            negative, or not 0 with a release of the library before 6.0.
+        ValueError: the library's reasons, or another `similarity_fct`; `kept_mini_batches` is no
+            number, or not 0 with a release of the library before 6.0 or DDP's static graph.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
