@@ -36,12 +36,12 @@ transformers: Any = pytest.importorskip("transformers")
 losses: Any = importlib.import_module("sentence_transformers.sentence_transformer.losses")
 
 from megabatch.integrations import sentence_transformers as integration  # noqa: E402
+from megabatch.integrations.cached_losses import sorted_by_length  # noqa: E402
 from megabatch.integrations.sentence_transformers import (  # noqa: E402
     MegabatchGISTEmbedLoss,
     MegabatchMultiVectorRankingLoss,
     MegabatchRankingLoss,
     UncachedMegabatchRankingLoss,
-    _sorted_by_length,
 )
 
 TERMS = [
@@ -259,7 +259,7 @@ def test_other_inputs_than_rows_of_tokens_are_not_sorted(model: Any) -> None:
     del flat["attention_mask"]
     pictures = {**texts, "pixel_values": torch.zeros(2, 3, 4, 4)}
     for features in (flat, pictures):
-        assert _sorted_by_length(features) == (features, None)
+        assert sorted_by_length(features) == (features, None)
 
 
 # --- multi-vector encoders ------------------------------------------------------------------------

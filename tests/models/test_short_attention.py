@@ -4,39 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 pytest.importorskip("triton")
 from megabatch.models.short_attention import short_attention
-from tests.similarity.triton import DEVICE, GPU, HALVES
+from tests.models.attention import (
+    DTYPES,
+    MARKS,
+    check_output_and_gradient,
+    check_values_of_any_strides,
+    made,
+)
 
-pytestmark = [pytest.mark.gpu] if GPU else []
-
-
-def exact(qkv: Tensor, causal: bool) -> Tensor:
-    q, k, v = (part.transpose(1, 2) for part in qkv.double().unbind(2))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
-
-
-def made(length: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries, keys and values of two heads with large logits, and a gradient of the output."""
-    shape = (3, length, 3, 2, width)
-    qkv = torch.randn(shape, device=DEVICE, dtype=dtype) * 2
-    return qkv.requires_grad_(), torch.randn(3, length, 2, width, device=DEVICE, dtype=dtype)
+pytestmark = MARKS
 
 
-@pytest.mark.parametrize("dtype", HALVES if GPU else [torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("length", "width"), [(1, 32), (9, 64), (16, 32), (33, 64), (64, 32)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_output_and_gradient(length: int, width: int, dtype: torch.dtype, causal: bool) -> None:
-    qkv, upstream = made(length, width, dtype)
-    out, truth = short_attention(qkv, causal), exact(qkv, causal)
-    (found,) = torch.autograd.grad(out, qkv, upstream)
-    (expected,) = torch.autograd.grad(truth, qkv, upstream.double())
-    for one, two in ((out, truth), (found, expected)):
-        error = (one.double() - two.double()).norm() / two.double().norm()
-        assert error < (2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    check_output_and_gradient(short_attention, length, width, dtype, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -46,13 +32,4 @@ def test_the_operator_for_tracers(causal: bool) -> None:
 
 
 def test_values_of_any_strides() -> None:
-    qkv, upstream = made(5, 32, torch.float32)
-    strided = qkv.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
-    both = [short_attention(t, True) for t in (qkv, strided)]
-    assert torch.equal(*both)
-    spread = upstream.repeat_interleave(2, 3)[..., ::2]
-    grads = [
-        torch.autograd.grad(o, t, g)[0]
-        for o, t, g in zip(both, (qkv, strided), (upstream, spread), strict=True)
-    ]
-    assert torch.equal(*grads)
+    check_values_of_any_strides(short_attention, 5)
