@@ -62,7 +62,7 @@ SIZES = {
     "icons": (1024, 4096, 16_384, 65_536, 131_072),
     "texts": (1024, 4096, 16_384, 65_536),
 }
-#: The size whose time for `SAMPLES` other sizes get in the runs of equal time, unless they take as
+#: The size whose time for `SAMPLES` smaller ones get in the runs of equal time, unless they take as
 #: much to this share. Larger ones take its learning rate.
 CLOCK, ALIKE = 65_536, 0.07
 #: Data, loss, batch and group of the further runs.

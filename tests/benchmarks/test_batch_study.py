@@ -131,6 +131,19 @@ def test_runs_of_equal_time_have_the_samples_that_fit_into_it() -> None:
     assert samples_by_time(small, 10 * 65_536, times) == 0
 
 
+def test_only_sizes_below_the_clock_have_runs_of_equal_time() -> None:
+    times = [
+        {"data": "icons", "loss": "clip", "batch": b, "group": b, "ms": ms}
+        for b, ms in ((1024, 4.0), (65_536, 128.0), (131_072, 512.0))
+    ]
+    words = ("--data=icons", "--seeds=1", "--sizes-only", f"--samples={2**25}")
+    options, found = batch_study._options(words), {}
+    while missing := batch_study.pending(options, found, times):
+        found |= {run: record(run.warmup) for run in missing}
+    of = {b: {r.steps for r in found if (r.batch, r.seed) == (b, 0)} for b in (1024, 131_072)}
+    assert of == {1024: {2**15, 2**14}, 131_072: {2**8}}
+
+
 def test_the_time_of_a_run_is_expected_by_its_batch() -> None:
     one = Run("icons", "clip", 1024, 1024, 100, 1e-3, 0.1, 0)
     other = Run("icons", "clip", 4096, 4096, 100, 1e-3, 0.1, 0)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.integrations.sentence_encoders import (
     OTHER_DIRECTIONS,
@@ -224,6 +225,29 @@ def test_kept_mini_batches_change_nothing_but_are_encoded_once(
         assert one is results[0][1] or torch.equal(one, two)
     once = min(kept * len(columns), mini_batches)
     assert (len(passes), passes.count(True)) == (3 * mini_batches - once, mini_batches)
+
+
+@pytest.mark.skipif(library.__version__ < "6", reason="says no ranges before 6.0")
+def test_a_second_backward_pass_encodes_kept_mini_batches_again(model: Any) -> None:
+    model.train()
+    columns, gradients = different_lengths(model), []
+    loss = MegabatchRankingLoss(model, mini_batch_size=2, kept_mini_batches=2)
+    value = loss([dict(column) for column in columns], None)
+    for _ in range(2):
+        value.backward()
+        parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        gradients.append(torch.cat(parts).clone())
+    torch.testing.assert_close(gradients[1], 2 * gradients[0], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.skipif(library.__version__ < "6", reason="says no ranges before 6.0")
+def test_kept_mini_batches_with_a_static_graph_are_refused(model: Any) -> None:
+    loss = MegabatchRankingLoss(model, mini_batch_size=2, kept_mini_batches=2)
+    wrapped: Any = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.static_graph, loss.model = True, wrapped
+    with pytest.raises(ValueError, match=r"expected 0 with DDP's static graph, got 2$"):
+        loss(different_lengths(model), None)
 
 
 def test_wrong_numbers_of_kept_mini_batches(

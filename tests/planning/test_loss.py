@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megabatch.config.objective import create_objective
 from megabatch.config.settings import TrainConfig
+from megabatch.planning import seconds as seconds_of
 from megabatch.planning.machine import Speeds, speeds_of
 from megabatch.planning.memory import loss_bytes
 from megabatch.planning.seconds import loss_seconds, loss_transfers
@@ -56,21 +57,24 @@ assert len(OURS) >= 20
     OURS,
     ids=[f"{name}-{r['loss']}-{r['b']}-{r['n_devices']}" for name, r in OURS],
 )
-def test_memory_and_time_of_the_loss_on_several_h200s(name, record):
+def test_memory_and_time_of_the_loss_on_several_h200s(name, record, monkeypatch):
     rows, ranks = record["b"] // record["n_devices"], record["n_devices"]
     config = replace(TrainConfig(), loss=record["loss"])
     planned = loss_bytes(config, rows, 768, torch.bfloat16, "cuda", ranks) - 2 * 2 * rows * 768
-    # Found: 0.4% on one, 0.5% where several gather once, 1.3% in rounds. When scaling.json was
-    # made, x's gradient was written after y's had come home (262,144 pairs on two: 192 MiB less),
-    # sums came to a place of their own (1,048,576 pairs on two: 96 MiB more), and the last round
-    # was gone before x's gradient (4,194,304: 6% less).
-    rounds = ranks > 1 and schedule.round_rows(rows, 2 * 768 * ranks) < rows
-    allowed = 0.015 if rounds else 0.01
-    if ranks > 1 and name == "scaling" and record["loss"] == "clip":
-        allowed = 0.07 if rounds else 0.11
+    # Found: 0.4% on one, 0.5% where several gather once, 1.3% in rounds, but for two records of
+    # scaling.json. When it was made, sums came home to a place of their own (1,048,576 pairs on
+    # two: 96 MiB more), the last round was gone before x's gradient (4,194,304: 6% less), and of
+    # a single round x's gradient was written after y's sums had come home.
+    allowed, older = 0.01, name == "scaling" and record["loss"] == "clip" and ranks > 1
+    if ranks > 1 and schedule.round_rows(rows, 2 * 768 * ranks) < rows:
+        differs = older and (record["b"], ranks) in ((1048576, 2), (4194304, 4))
+        allowed = 0.07 if differs else 0.015
+    elif older:
+        planned -= 2 * rows * 768
     assert abs(planned / record["extra_bytes"] - 1) < allowed
-    # For fewer pairs latencies take most of the time, and older kernels took longer.
-    if record["b"] >= 65_536 and (name == "scaling-hopper" or record["loss"] == "siglip"):
+    if record["b"] >= 65_536:  # for fewer, latencies take most of the time
+        if name != "scaling-hopper":  # before there were kernels for Hopper GPUs
+            monkeypatch.setattr(seconds_of, "PER_LOGIT_ON_HOPPER", seconds_of.PER_LOGIT)
         config, speeds = replace(config, global_batch_size=record["b"]), Speeds()
         seconds = loss_seconds(config, 768, speeds, ranks)
         seconds += loss_transfers(config, 768, speeds, ranks)

@@ -297,7 +297,7 @@ def test_auto_is_the_largest_of_the_fastest_by_known_times(glyph):
 
 def test_the_largest_batch_fits_and_one_that_is_larger_does_not(glyph):
     config = replace(CONFIG, global_batch_size=2048, micro_batch_size=256)
-    planner = Planner(config, glyph, other_machine(2, 3 << 30))
+    planner = Planner(config, glyph, other_machine(2, 4 << 30))
     most = planner.largest_batch()
     assert most > 1 << 18
     assert planner.plan(global_batch_size=most).fits

@@ -35,7 +35,8 @@ class Cached:
     text (from release 6.0 on). In a large batch nearly every mini-batch has a long text; sorted,
     most have short ones alone. The longest come first, so the first mini-batch needs the most
     memory. `mini_batch_num_tokens` then counts padding as well, so mini-batches are even. The loss
-    gets the embeddings in the batch's own order.
+    gets the embeddings in the batch's own order. With `kept_mini_batches`, so many of a column are
+    encoded once, with a graph.
     """
 
     model: Any
@@ -111,18 +112,18 @@ class Cached:
     def _first(self, encode: Any, ranges: Sequence[Any], **given: Any) -> Iterator[Any]:
         """The items of a first pass; those with a graph wait in the place of random states."""
         count = min(self.kept_mini_batches, len(ranges))
-        alone: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        without_sync: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         model = getattr(self.model, "_orig_mod", self.model)
         if isinstance(model, DistributedDataParallel):
-            # Gradients are averaged with the last mini-batch, which DDP prepares in its second
-            # forward pass.
-            count, alone = min(count, len(ranges) - 1), model.no_sync()
             if model.static_graph:
                 raise ValueError(
                     "kept_mini_batches: expected 0 with DDP's static graph, got "
                     f"{self.kept_mini_batches}"
                 )
-        with alone:
+            # Gradients are averaged with the last mini-batch, which DDP prepares in its second
+            # forward pass.
+            count, without_sync = min(count, len(ranges) - 1), model.no_sync()
+        with without_sync:
             for item in encode(ranges=ranges[:count], **{**given, "with_grad": True}):
                 yield (*item[:-1], _Kept(item))
         yield from encode(ranges=ranges[count:], **given)

@@ -21,7 +21,7 @@ from megabatch.similarity.ops import operator
 from megabatch.similarity.triton.launch import kernel
 from megabatch.similarity.triton.tiles import LOG2E
 
-#: Longer sequences were not measured; the gain over cuDNN's kernels is small at 577 tokens.
+#: The longest that were measured had 577 tokens, with a small gain over cuDNN's kernels.
 LONGEST = 640
 #: Tokens that a program has, and of a step of its loop. Of the forms in the record above the best.
 OWN, BLOCK, WARPS, STAGES = 64, 64, 4, 3

@@ -33,7 +33,8 @@ def use_fast_blocks(module: nn.Module, *, kernels: bool | None = None) -> None:
 
     Args:
         module: the model, with the interface of `Towers.module`.
-        kernels: whether Triton kernels take short sequences; default: where the weights are.
+        kernels: whether attention is by Triton kernels, unless sequences are long; default: as the
+            weights' device has them.
     """
     if "open_clip" in sys.modules:  # else it is another model, and the import takes seconds
         from megabatch.models.fast_blocks import replace_blocks

@@ -146,10 +146,10 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
     def _attention(self, qkv: Tensor) -> Tensor:
         """Attention (n, length, heads, width of a head) within each sequence."""
         if self.kernels and qkv.shape[1] <= LONGEST and qkv.element_size() == 2:
-            short = qkv.shape[1] <= SHORT
-            mixed: Tensor = (
-                short_attention(qkv, self.causal) if short else block_attention(qkv, self.causal)[0]
-            )
+            if qkv.shape[1] > SHORT:
+                blocked: Tensor = block_attention(qkv, self.causal)[0]
+                return blocked
+            mixed: Tensor = short_attention(qkv, self.causal)
             return mixed
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
         return F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2)

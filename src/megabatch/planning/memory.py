@@ -139,7 +139,7 @@ def _sweep_bytes(loss: str, m: int, n: int, width: int, item: int, device: str, 
     features, sets = (1, 1) if at_once >= n else (3, 2)
     temporary = block + gathered * (features * row + sets * sums)
     if not itself and not siglip and at_once < n:
-        # x's gradient is written when these are freed, but for the last round's sums. (Of a single
-        # round it is written while y's sums come home.)
+        # x's gradient is written when these are freed, but for the last round's sums. Of a single
+        # round it is written before that, while y's sums come home.
         temporary = max(gathered * sums, temporary - m * row)
     return m * sums + temporary

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -402,17 +401,13 @@ class Planner:
         return next((plan for plan in plans if plan.fits), None)
 
     def largest_batch(self, **sizes: Any) -> int:
-        """The largest global batch that fits, to 1/16, with other `sizes`; 0 if none does.
-
-        Above it one may fit again that ranks gather in rounds, which take less than all at once.
-        """
-
-        def too_large(batch: int) -> bool:
-            return not self.plan(global_batch_size=batch, **sizes).fits
-
+        """The largest global batch that fits, to 1/16, with other `sizes`; 0 if none does."""
         batches = [*range(1, 16), *(n << k for k in range(32) for n in range(16, 32))]
-        number = bisect.bisect_left(batches, True, key=too_large)
-        return batches[number - 1] if number else 0
+        # The smaller ones need not fit: ranks that gather in rounds need less than all at once.
+        for batch in reversed(batches):
+            if self.plan(global_batch_size=batch, **sizes).fits:
+                return batch
+        return 0
 
     def _problem(self, plan: Plan) -> str:
         """The reason why a plan does not fit, and settings that would."""
