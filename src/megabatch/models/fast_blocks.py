@@ -16,6 +16,7 @@ from open_clip.transformer import (
 )
 from torch import Tensor, nn
 
+from megabatch.models.gelu import GraphGELU
 from megabatch.models.openclip import ShortTextCLIP, ShortTextTransformer
 from megabatch.similarity.backends import kernels_available
 
@@ -44,6 +45,9 @@ def replace_blocks(module: nn.Module, kernels: bool | None) -> None:
             block.pools = block is blocks[-1] and _pools_first(tower)
             own = kernels_available(block.attn.in_proj_weight) if kernels is None else kernels
             block.kernels = own and block.attn.head_dim in WIDTHS
+            for part in block.mlp if own else ():
+                if type(part) is nn.GELU and part.approximate == "none":
+                    part.__class__ = GraphGELU
 
 
 def _is_known(tower: Any) -> bool:
