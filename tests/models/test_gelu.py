@@ -62,6 +62,22 @@ def test_only_in_graphs_and_in_16_bits() -> None:
         torch.compiler.reset()
 
 
+def test_graphs_for_all_shapes_have_no_numbers_as_inputs() -> None:
+    inputs: list[list[Tensor]] = []
+
+    def backend(graph: torch.fx.GraphModule, given: list[Tensor]) -> object:
+        inputs.append([one for one in given if isinstance(one, Tensor)])
+        return graph.forward
+
+    compiled = torch.compile(GraphGELU(), backend=backend, dynamic=True)
+    try:
+        x = torch.randn(6, 8, dtype=torch.bfloat16, requires_grad=True)
+        compiled(x).sum().backward()
+    finally:
+        torch.compiler.reset()
+    assert [[one.shape for one in given] for given in inputs] == [[x.shape]]
+
+
 def test_what_a_graph_keeps() -> None:
     """The input alone, as of torch's GELU: the second product gets its input again."""
     kept = []

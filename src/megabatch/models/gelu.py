@@ -8,19 +8,10 @@ no other exponential.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-#: c, and coefficients of the powers from the first on. In float32 GELU is within 3e-6 of its value
-#: for every |x| < 9, also where its value is small, as 1 + erf is not.
-_SLOPE = 0.38 / math.sqrt(2)
-_COEFFICIENTS = (
-    *(0.107151, 0.108204231, 0.0906820629, 0.123023801),
-    *(-0.0338372334, 0.167297142, -0.0625215087),
-)
 
 
 class GraphGELU(nn.GELU):
@@ -53,11 +44,21 @@ class _GELU(torch.autograd.Function):
 
 
 def normal(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The standard normal distribution function and its density at x, like x in float32."""
+    """The standard normal distribution function and its density at x, like x in float32.
+
+    c = 0.38 / sqrt(2), and coefficients of the powers from the seventh to the first, are literals:
+    a graph for all shapes takes Python's other floats as inputs, computes with them on the CPU, and
+    so waits a minute for gcc when it is compiled. In float32 GELU is within 3e-6 of its value for
+    every |x| < 9, also where its value is small, as 1 + erf is not.
+    """
     bell = torch.exp(-0.5 * x * x)
-    t = 1 / (1 + _SLOPE * x.abs())
-    tail = torch.zeros_like(x)
-    for coefficient in reversed(_COEFFICIENTS):
-        tail = (tail + coefficient) * t
+    t = 1 / (1 + 0.26870057685088805 * x.abs())
+    tail = t * -0.0625215087
+    tail = (tail + 0.167297142) * t
+    tail = (tail + -0.0338372334) * t
+    tail = (tail + 0.123023801) * t
+    tail = (tail + 0.0906820629) * t
+    tail = (tail + 0.108204231) * t
+    tail = (tail + 0.107151) * t
     tail = tail * bell
-    return torch.where(x > 0, 1 - tail, tail), bell * (1 / math.sqrt(2 * math.pi))
+    return torch.where(x > 0, 1 - tail, tail), bell * 0.3989422804014327
