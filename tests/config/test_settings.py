@@ -40,6 +40,7 @@ def test_every_wrong_value_is_named_as_it_is_typed() -> None:
 
 
 INFONCE = {"loss": "infonce", "hard_negatives": 1}
+FP8 = {"precision": "fp8", "torchcompile": False}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +48,8 @@ INFONCE = {"loss": "infonce", "hard_negatives": 1}
     [
         ({"device": "gpu"}, "device gpu: String should match pattern '^(auto|cpu|cuda|cuda:"),
         ({"activation_memory": "lots"}, "activation-memory lots: expected a size such as 20GiB or"),
-        ({"precision": "amp_bf16"}, "precision amp_bf16: expected 'fp32', 'bf16' or 'fp16'; did"),
+        ({"precision": "amp_bf16"}, "precision amp_bf16: expected 'fp32', 'bf16', 'fp16' or "),
+        (FP8, "no-torchcompile: expected compiled blocks with --precision fp8, slow without"),
         ({"loss": "infonse"}, "loss infonse: expected clip, siglip, infonce, maxsim, ntxent, dcl"),
         ({"maxsim_dim": 64}, "maxsim-dim 64: expected with --loss maxsim, got --loss clip"),
         ({"loss": "maxsim", "matryoshka_dims": [8]}, "matryoshka-dims: expected without --loss m"),
