@@ -111,15 +111,35 @@ def test_compiled_blocks_compute_the_same(model: Any, inputs: tuple[Tensor, Tens
         assert converted.encode_text(longer).isfinite().all()
 
 
-def test_inputs_that_are_views_are_taken(inputs: tuple[Tensor, Tensor]) -> None:
-    class Mixer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(32, 32)
+class Mixer(nn.Module):
+    """A block whose layer gets a view."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x.transpose(1, 2)).transpose(1, 2)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.usefixtures("_fresh_graphs")
+def test_blocks_share_a_graph() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model = nn.Module()
+    model.visual = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    use_float8(model, emulate=True)
+    compile_blocks(model, backend=backend)
+    with _autocast("cuda", "bf16"):
+        model.visual(torch.randn(5, 32, dtype=torch.bfloat16, requires_grad=True))
+    assert len(graphs) == 1
+
+
+def test_inputs_that_are_views_are_taken() -> None:
     model = nn.Module()
     model.visual = nn.Sequential(Mixer(), Mixer())
     x = torch.randn(2, 32, 5)

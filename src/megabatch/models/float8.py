@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,18 +49,26 @@ def check_float8(module: nn.Module, device: torch.device) -> str:
 def use_float8(module: nn.Module, *, emulate: bool = False) -> None:
     """Replace layers in place, but not their parameters; `emulate`: on any device, in float32."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
 
     layers = float8_layers(module)
     config = replace(Float8LinearConfig.from_recipe_name(RECIPE), emulate=emulate)
     convert_to_float8_training(module, module_filter_fn=lambda _, n: n in layers, config=config)
+    # A class, as a forward pass of each layer's own would be compiled for each block.
+    rounded = type("RoundedFloat8Linear", (_Rounded, Float8Linear), {})
     for layer in map(module.get_submodule, layers):
-        vars(layer)["forward"] = functools.partial(_rounded, layer.forward)
+        layer.__class__ = rounded
 
 
-def _rounded(forward: Any, x: Tensor) -> Tensor:
-    """A layer's output; its input is contiguous, as torchao takes it."""
-    on = torch.is_autocast_enabled("cuda")
-    return _Round.apply(forward(_Round.apply(x.bfloat16()))) if on else forward(x.contiguous())
+class _Rounded(nn.Module):
+    """Before torchao's layer among a class's bases: its inputs are contiguous, as it takes them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The layer's output."""
+        if not torch.is_autocast_enabled("cuda"):
+            output: Tensor = super().forward(x.contiguous())
+            return output
+        return cast(Tensor, _Round.apply(super().forward(_Round.apply(x.bfloat16()))))
 
 
 class _Round(torch.autograd.Function):
