@@ -88,6 +88,7 @@ class Record:
     #: largest of all steps, relative to the first contender's; of the trainer the first step's
     loss_difference: float | None
     compiled: bool
+    tf32: bool = False  #: in which the library's trainer has losses, outside of autocast
     equal_tokens: bool = False  #: of the trainer: its micro-batches, not equal rows
     #: of the trainer, and of a column in the library's trainer with our loss: those encoded once
     kept_micro_batches: int | None = None
@@ -225,6 +226,7 @@ def run(
             "mini_batch_size": options.mini_batch_size,
             "mini_batch_tokens": options.mini_batch_tokens,
             "compiled": options.compile,
+            "tf32": options.tf32,
             "kept_micro_batches": kept(LOSSES[name], options).get("kept_mini_batches"),
         }
     else:
@@ -291,6 +293,7 @@ def library_trainer(
             dataloader_drop_last=True,  # the epoch's last batch would be a fraction of one
             use_cpu=options.device == "cpu",
             bf16=options.device == "cuda",
+            tf32=options.tf32 or None,
         ),
         train_dataset=Dataset.from_dict(
             {"anchor": [word for word, _ in train], "positive": [text for _, text in train]}
@@ -385,6 +388,9 @@ def arguments() -> argparse.Namespace:
         "--kept-mini-batches", type=int, default=0, help="of our loss, in each column"
     )
     parser.add_argument("--compile", action="store_true", help="the library's encoder, too")
+    parser.add_argument(
+        "--tf32", action="store_true", help="float32 products in TF32, also of both"
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--every", type=int, default=10, help="steps between two scores")
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-4])
