@@ -218,7 +218,9 @@ def run(
     course = Course(options.device, options.every, lambda: held_out_score(model, held_out))
     if name in LOSSES:
         if options.compile:
-            model[0].auto_model.compile(dynamic=True)
+            encoder: Any = model[0].auto_model
+            # The library calls this itself, so its `compile()` would have no effect.
+            encoder.forward = torch.compile(encoder.forward, dynamic=True)
         trainer = library_trainer(model, LOSSES[name], train, options, output)
         trainer.add_callback(course)
         done: dict[str, Any] = {

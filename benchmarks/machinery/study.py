@@ -2,7 +2,8 @@
 
 The loop is as bare as can be, so that a small batch is at its best too: the data are in the GPU's
 memory, and a step (rows, augmentation, towers, loss, backward pass, AdamW) is one CUDA graph, so
-the host costs nothing at any size. Batches above `LARGEST_GRAPH` go through `GradientCache`.
+the host costs nothing at any size. Batches above `LARGEST_GRAPH`, and on GPUs of less than 100 GB
+those of texts above `MICRO_BATCH`, go through `GradientCache`.
 
 Losses, by name:
 
@@ -187,11 +188,18 @@ class Training:
     def _record(self) -> None:
         """Record the next steps' graph, after a few steps without one since the start or mining."""
         since = self.done + 1 - (self.model.objective.mined_at if self.model.objective.mined else 0)
-        small = self.run.batch <= LARGEST_GRAPH
-        if self.step.is_cuda and small and since == EAGER_STEPS:
+        if self.step.is_cuda and self._at_once() and since == EAGER_STEPS:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._one()
+
+    def _at_once(self) -> bool:
+        """Whether a step has one micro-batch: 65,536 texts take more than 80 GB."""
+        most = LARGEST_GRAPH
+        if self.step.is_cuda and self.run.data == "texts":
+            total = torch.cuda.get_device_properties(self.step.device).total_memory
+            most = most if total > 100e9 else MICRO_BATCH
+        return self.run.batch <= most
 
     def _one(self) -> None:
         rows = self.order[self.step * self.run.batch + self.within].long()
@@ -213,7 +221,7 @@ class Training:
             z = None if negatives is None else encode(model.second, second[negatives])
             return model.objective(x, y, rows, z)
 
-        if self.run.batch <= LARGEST_GRAPH:
+        if self._at_once():
             return of_features(encode(model.first, first[rows]), encode(model.second, second[rows]))
         towers = (lambda part: encode(model.first, part), lambda part: encode(model.second, part))
         step = GradientCache(towers, of_features, MICRO_BATCH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import runpy
 import subprocess
@@ -9,7 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.utils import counters
 
+import retriever
 import single_gpu
 from tests import programs
 
@@ -203,3 +207,15 @@ def test_retriever(tmp_path: Path) -> None:
     assert ours["curve"][0] == theirs["curve"][0] == trainer["curve"][0]
     assert ours["curve"][1][1:] == pytest.approx(theirs["curve"][1][1:], abs=0.01)
     assert len({loss for _, _, loss in trainer["curve"]}) == 2  # of the weights then
+
+
+@pytest.mark.parametrize("contender", ["sentence-transformers", "megabatch"])
+def test_retriever_compiles_both_encoders(
+    contender: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    counters["stats"].clear()
+    words = "--smallest", "--compile", f"--contenders={contender}", f"--output={tmp_path / 'r'}"
+    monkeypatch.setattr(sys, "argv", ["retriever.py", *words])
+    retriever.main()
+    assert counters["stats"]["unique_graphs"] >= 2  # with and without gradients
