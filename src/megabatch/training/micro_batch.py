@@ -47,7 +47,8 @@ class Trial:
     Attributes:
         seconds: of a pair's forward and backward pass.
         graph: bytes of its activations.
-        peak: the most bytes that it takes, the graph and its inputs among them.
+        peak: the most bytes that it takes, the graph and its inputs among them; without gradients
+            of weights.
     """
 
     seconds: float
@@ -138,8 +139,8 @@ def search(
     return tried
 
 
-def rows_of_a_quarter(size: int, trial: Trial, share: int, memory: float) -> int:
-    """The size, doubled while a micro-batch takes at most a quarter of the memory.
+def first_rows(size: int, trial: Trial, share: int, memory: float) -> int:
+    """The size, doubled while a micro-batch takes at most so much memory.
 
     Smaller sizes are not the fastest, and each is compiled. ViT-B/32's start took 253 s on an H200
     with sizes from 64 pairs on, of which two steps of 32,768 pairs, 64 at a time, took 64 s instead
@@ -147,7 +148,7 @@ def rows_of_a_quarter(size: int, trial: Trial, share: int, memory: float) -> int
     """
     while 2 * size < share and quick(2 * size, trial):
         trial = trial.times(2)
-        if trial.peak > memory / 4:
+        if trial.peak > memory:
             break
         size *= 2
     return size
@@ -162,11 +163,10 @@ class Division:
     """The division of a run's steps into micro-batches, the same on all ranks.
 
     The size is given, fixed or, if it is "auto" on a GPU, measured. Before that, two steps keep no
-    activations, and take as many pairs at a time as fill a quarter of the memory, according to a
-    trial with 64. The first one creates the optimizer's state and libraries' workspaces, and the
-    second one's peak shows how much memory is left. With batch normalisation the size changes what
-    is learnt, so "auto" is a fixed size; also with the loss "maxsim", whose memory depends on the
-    longest text of a batch.
+    activations, and take as many pairs at a time as a trial with 64 suggests. The first one creates
+    the optimizer's state and libraries' workspaces, and the second one's peak shows how much memory
+    is left. With batch normalisation the size changes what is learnt, so "auto" is a fixed size;
+    also with the loss "maxsim", whose memory depends on the longest text of a batch.
 
     Attributes:
         rows: pairs that go through the towers at a time.
@@ -185,6 +185,7 @@ class Division:
         self._bound = activation_bytes(config, device.type)
         on_gpu = device.type == "cuda"
         self._tokens = config.micro_batch_tokens
+        self._first_share = 0.75 if config.torchcompile else 0.25
         auto = config.micro_batch_size == "auto" and config.loss != "maxsim" and not self._tokens
         auto = auto and not batch_norms(layout.module)
         self.searches = on_gpu and auto
@@ -209,7 +210,8 @@ class Division:
             return False
         if min(world.gather(trials.pairs)) == 0:
             return False
-        # Graphs of this size would be compiled for the trial alone, and without them more is kept.
+        # Graphs of this size would be compiled for the trial alone. Without them activations take
+        # more: 36, 137 and 500 MB a pair of ViT-B/32, B/16 and L/14, compiled 18.5, 64.5 and 210.
         with without_a_trace(self._layout), torch.compiler.set_stance("force_eager"):
             first = self._agreed(trials, self.rows)
         left = usable_memory(world.device) - torch.cuda.memory_allocated(world.device)
@@ -217,7 +219,8 @@ class Division:
         # with their gradients, of which a sum is in float32.
         left -= 3 * sum(p.nbytes for p in self._layout.module.parameters() if p.requires_grad)
         left -= 12 * trials.numbers * self._share
-        self.rows = rows_of_a_quarter(self.rows, first, self._share, min(world.gather(left)))
+        memory = self._first_share * min(world.gather(left))
+        self.rows = first_rows(self.rows, first, self._share, memory)
         return True
 
     def after_step(self, trials: Trials) -> bool:
@@ -323,15 +326,15 @@ class Trials:
         """The measurements of a size; raises torch.OutOfMemoryError."""
         torch.cuda.empty_cache()
         device = self._step.device
+        inputs, pairs = self._inputs(min(size, self.pairs))
+        self._pass(inputs)  # compiles, and makes gradients of the weights, whose size is another's
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        inputs, pairs = self._inputs(min(size, self.pairs))
-        passes = [self._pass(inputs) for _ in range(_PASSES)]
-        seconds, graph, numbers = min(passes[1:])
+        seconds, graph, numbers = min(self._pass(inputs) for _ in range(_PASSES - 1))
         self.numbers = numbers // pairs
-        # Another micro-batch's inputs are on their way while one is computed.
         peak = torch.cuda.max_memory_allocated(device) - before
-        peak += sum(tensor.nbytes for tensor in named_tensors(inputs).values())
+        # Another micro-batch's inputs are on their way while one is computed.
+        peak += 2 * sum(tensor.nbytes for tensor in named_tensors(inputs).values())
         self._step.module.zero_grad(set_to_none=True)
         return Trial(seconds / pairs, graph, peak)
 
