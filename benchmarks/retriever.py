@@ -218,7 +218,7 @@ def run(
     if name in LOSSES:
         if options.compile:
             encoder: Any = model[0].auto_model
-            # The library calls this itself, so its `compile()` would have no effect.
+            # The library calls `forward` itself, so `encoder.compile()` would have no effect.
             encoder.forward = torch.compile(encoder.forward, dynamic=True)
         trainer = library_trainer(model, LOSSES[name], train, options, output)
         trainer.add_callback(course)

@@ -142,6 +142,7 @@ class Training:
     Attributes:
         done: steps so far.
         losses: (steps,), of each step that is done.
+        at_once: whether a step has one micro-batch.
     """
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
@@ -171,6 +172,10 @@ class Training:
         self.losses = torch.full((run.steps,), math.nan, device=device)
         self.within = torch.arange(run.batch, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
+        memory = math.inf
+        if device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
+        self.at_once = run.batch <= most_at_once(run.data, memory)
 
     def advance(self, steps: int) -> None:
         """Do so many steps more; the host does not wait for them."""
@@ -188,18 +193,10 @@ class Training:
     def _record(self) -> None:
         """Record the next steps' graph, after a few steps without one since the start or mining."""
         since = self.done + 1 - (self.model.objective.mined_at if self.model.objective.mined else 0)
-        if self.step.is_cuda and self._at_once() and since == EAGER_STEPS:
+        if self.step.is_cuda and self.at_once and since == EAGER_STEPS:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self._one()
-
-    def _at_once(self) -> bool:
-        """Whether a step has one micro-batch: 65,536 texts take more than 80 GB."""
-        most = LARGEST_GRAPH
-        if self.step.is_cuda and self.run.data == "texts":
-            total = torch.cuda.get_device_properties(self.step.device).total_memory
-            most = most if total > 100e9 else MICRO_BATCH
-        return self.run.batch <= most
 
     def _one(self) -> None:
         rows = self.order[self.step * self.run.batch + self.within].long()
@@ -221,11 +218,19 @@ class Training:
             z = None if negatives is None else encode(model.second, second[negatives])
             return model.objective(x, y, rows, z)
 
-        if self._at_once():
+        if self.at_once:
             return of_features(encode(model.first, first[rows]), encode(model.second, second[rows]))
         towers = (lambda part: encode(model.first, part), lambda part: encode(model.second, part))
         step = GradientCache(towers, of_features, MICRO_BATCH)
         return step(first[rows], second[rows])
+
+
+def most_at_once(data: str, memory: float) -> int:
+    """The most pairs of a micro-batch on a device of that many bytes.
+
+    65,536 texts take more than 80 GB.
+    """
+    return MICRO_BATCH if data == "texts" and memory < 100e9 else LARGEST_GRAPH
 
 
 def rates(run: Run) -> list[float]:

@@ -21,7 +21,6 @@ from megabatch.errors import OutOfMemory, UsageError
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower
 from megabatch.training import micro_batch, train
-from megabatch.training import trainer as training
 from megabatch.training.micro_batch import FIRST, Division, Room, Trial, first_rows, search
 from megabatch.training.parallel import lay_out
 from megabatch.training.trainer import Trainer
@@ -216,12 +215,12 @@ def test_a_search_leaves_no_trace_and_is_done_once(
 def test_the_first_step_leaves_room_for_state_and_features(
     compiled: bool, share: float, short_of: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "compile_blocks", lambda *_: None)
+    monkeypatch.setattr("megabatch.training.trainer.compile_blocks", lambda *_: None)
     config = config_of(global_batch_size=8, torchcompile=compiled)
     trainer, batch = measured(config), batch_of(0)
     weights = sum(p.nbytes for p in trainer.module.parameters() if p.requires_grad)
     pair = batch.images[0].nbytes + batch.texts[0].nbytes
-    # On paper four pairs take their inputs alone, and the next ones'.
+    # On paper four pairs take only their inputs and those of the next four.
     needed = 3 * weights + 12 * 2 * WIDTH * 8 + math.ceil(2 * 4 * pair / share)
     monkeypatch.setattr(micro_batch, "usable_memory", lambda _: needed - short_of)
     trainer.train_step(batch)

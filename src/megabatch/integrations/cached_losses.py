@@ -1,6 +1,6 @@
-"""What the cached losses for sentence-transformers have in common: how texts are encoded.
+"""How the cached losses for sentence-transformers encode their texts.
 
-They are encoded in order of length, so that the library's mini-batches have little padding, and the
+Texts are encoded in order of length, so that the library's mini-batches have little padding. The
 activations of some mini-batches may wait for the backward pass.
 """
 

@@ -140,7 +140,7 @@ def search(
 
 
 def first_rows(size: int, trial: Trial, share: int, memory: float) -> int:
-    """The size, doubled while a micro-batch takes at most so much memory.
+    """The size, doubled while a micro-batch takes at most `memory` bytes.
 
     Smaller sizes are not the fastest, and each is compiled. ViT-B/32's start took 253 s on an H200
     with sizes from 64 pairs on, of which two steps of 32,768 pairs, 64 at a time, took 64 s instead
@@ -185,6 +185,8 @@ class Division:
         self._bound = activation_bytes(config, device.type)
         on_gpu = device.type == "cuda"
         self._tokens = config.micro_batch_tokens
+        # The share of the free memory for a micro-batch of the first steps, as a trial without
+        # graphs needs it. Compiled blocks need about half as much (benchmarks/results/graphs.json).
         self._first_share = 0.75 if config.torchcompile else 0.25
         auto = config.micro_batch_size == "auto" and config.loss != "maxsim" and not self._tokens
         auto = auto and not batch_norms(layout.module)
@@ -210,8 +212,7 @@ class Division:
             return False
         if min(world.gather(trials.pairs)) == 0:
             return False
-        # Graphs of this size would be compiled for the trial alone. Without them activations take
-        # more: 36, 137 and 500 MB a pair of ViT-B/32, B/16 and L/14, compiled 18.5, 64.5 and 210.
+        # Graphs of this size would be compiled for the trial alone.
         with without_a_trace(self._layout), torch.compiler.set_stance("force_eager"):
             first = self._agreed(trials, self.rows)
         left = usable_memory(world.device) - torch.cuda.memory_allocated(world.device)
@@ -327,7 +328,9 @@ class Trials:
         torch.cuda.empty_cache()
         device = self._step.device
         inputs, pairs = self._inputs(min(size, self.pairs))
-        self._pass(inputs)  # compiles, and makes gradients of the weights, whose size is another's
+        # The first pass compiles. It also allocates the weights' gradients, which are as large for
+        # any number of pairs.
+        self._pass(inputs)
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         seconds, graph, numbers = min(self._pass(inputs) for _ in range(_PASSES - 1))

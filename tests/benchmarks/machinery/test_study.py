@@ -128,6 +128,12 @@ def test_large_batches_have_the_same_gradients_through_caching(
     torch.testing.assert_close(losses(), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_only_large_batches_of_texts_are_divided_on_a_small_gpu() -> None:
+    whole, half = study.LARGEST_GRAPH, study.MICRO_BATCH
+    assert [study.most_at_once("texts", memory) for memory in (80e9, 140e9)] == [half, whole]
+    assert [study.most_at_once("icons", memory) for memory in (80e9, 140e9)] == [whole, whole]
+
+
 def test_figures_of_retrieval(pairs: Pairs) -> None:
     torch.manual_seed(0)
     model = Model(RUN, pairs)
