@@ -14,7 +14,9 @@ from megabatch.gradient_cache.by_length import (
     equal_rows,
     equal_token_runs,
     equal_tokens,
+    fewest_micro_batches,
     fewest_tokens,
+    full_micro_batches,
     growth,
 )
 from megabatch.losses import ClipLoss
@@ -223,6 +225,19 @@ def test_the_largest_micro_batch_is_as_small_as_possible(rows):
         assert most_tokens(columns, parts) == fewest == fewest_tokens(runs_of(columns), count)
         longer = fewest_tokens(runs_of([9, *columns[1:]]), count)
         assert growth(runs_of(columns), 9, count) == longer / fewest >= 1
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_full_micro_batches_are_few_and_have_rows_by_their_columns(rows):
+    for columns in itertools.combinations_with_replacement(range(7, 0, -1), rows):
+        for limit in range(1, 16):
+            parts = full_micro_batches(runs_of(columns), limit)
+            assert len(parts) == fewest_micro_batches(runs_of(columns), limit)
+            assert [row for part in parts for row in range(part.start, part.stop)] == [*range(rows)]
+            sizes = [max(1, limit // columns[part.start]) for part in parts]
+            assert [part.stop - part.start for part in parts[:-1]] == sizes[:-1]
+            assert 1 <= parts[-1].stop - parts[-1].start <= sizes[-1]
+    assert full_micro_batches([], 4) == []
 
 
 def test_many_rows():

@@ -218,6 +218,18 @@ def fewest_tokens(runs: Runs, count: int, limit: int | None = None) -> int:
     return least + bisect.bisect_left(range(least, most), True, key=suffices)
 
 
+def full_micro_batches(runs: Runs, limit: int) -> list[slice]:
+    """Divide sequences into micro-batches with as many rows as the limit of tokens allows.
+
+    Their rows follow from the first one's columns alone, but for the last micro-batch, so the same
+    shapes return from batch to batch: libraries prepare kernels for each new one.
+    """
+    rows = sum(n for _, n in runs)
+    sizes = [size for size, _, number in _packed(runs, limit) for _ in range(number)]
+    ends = itertools.accumulate(sizes)
+    return [slice(end - size, min(end, rows)) for size, end in zip(sizes, ends, strict=True)]
+
+
 def fewest_micro_batches(runs: Runs, limit: int) -> int:
     """How many micro-batches there are at least, if only single rows have more tokens."""
     return sum(number for *_, number in _packed(runs, limit))

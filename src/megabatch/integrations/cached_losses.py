@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from megabatch.gradient_cache.by_length import equal_tokens, fewest_micro_batches
+from megabatch.gradient_cache.by_length import full_micro_batches
 from megabatch.models.padding import MASKED_KINDS
 
 #: Modules of sentence-transformers whose result for a text does not depend on its padding, after
@@ -34,9 +34,9 @@ class Cached:
     The library cuts a batch into mini-batches in the batch's order, and each of them to its longest
     text (from release 6.0 on). In a large batch nearly every mini-batch has a long text; sorted,
     most have short ones alone. The longest come first, so the first mini-batch needs the most
-    memory. `mini_batch_num_tokens` then counts padding as well, so mini-batches are even. The loss
-    gets the embeddings in the batch's own order. With `kept_mini_batches`, so many of a column are
-    encoded once, with a graph.
+    memory. `mini_batch_num_tokens` then counts padding as well, so mini-batches are even, and their
+    shapes return from step to step. The loss gets the embeddings in the batch's own order. With
+    `kept_mini_batches`, so many of a column are encoded once, with a graph.
     """
 
     model: Any
@@ -98,10 +98,9 @@ class Cached:
         """The library's generator of the embeddings of a column's mini-batches."""
         ranges, mask = given.get("ranges"), given.get("sentence_feature", {}).get("attention_mask")
         if ranges and any(mask is each for each in self._sorted_masks):
-            limit = self.mini_batch_num_tokens
             widths = mask.sum(1).clamp(min=1).unique_consecutive(return_counts=True)
             runs = [*zip(*(each.tolist() for each in widths), strict=True)]
-            parts = equal_tokens(runs, fewest_micro_batches(runs, limit), limit)
+            parts = full_micro_batches(runs, self.mini_batch_num_tokens)
             # In place, for the second pass as well.
             ranges[:] = [(part.start, part.stop) for part in parts]
         encode: Any = super().embed_minibatch_iter  # type: ignore[misc]
