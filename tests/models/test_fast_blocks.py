@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -199,8 +200,9 @@ def test_sequences_take_kernels_of_their_own(
 ) -> None:
     """Images of 5 tokens; texts of 16 and of 8, which share their graphs; all short, or none."""
     pytest.importorskip("triton")
-    from megabatch.models import block_attention, short_attention
+    from megabatch.models import block_attention, mlp, short_attention
 
+    of_gelu = mock.patch.object(mlp, "_launch", side_effect=mlp._launch)
     kernels: Any = short_attention if longest == 64 else block_attention
     forward = "attention_forward" if longest == 64 else "attention_of_blocks"
     launch, launched = kernels._launch, []
@@ -219,9 +221,10 @@ def test_sequences_take_kernels_of_their_own(
         launched.clear()
         values, gradients = [], []
         for module in (own, made):
-            with torch.autocast(device, torch.float16):  # which leaves float64 alone
+            with torch.autocast(device, torch.float16), of_gelu as gelus:  # leaves float64 alone
                 values.append(torch.cat(features(module, columns)))
-            values[-1].mean().backward()
+                values[-1].mean().backward()
+            assert gelus.call_count == (8 if module is made else 0)  # both passes of four blocks
             parameters = (p.grad for p in module.parameters() if p.grad is not None)
             gradients.append(torch.cat([gradient.flatten() for gradient in parameters]))
             module.zero_grad()
@@ -230,3 +233,22 @@ def test_sequences_take_kernels_of_their_own(
         # In all blocks but the last one of each tower.
         backward = [(True, 5), (True, columns)] * (1 if longest == 64 else 2)
         assert sorted(launched) == sorted([(False, 5), (False, columns), *backward])
+
+
+def test_layers_that_came_later_compute_their_products() -> None:
+    pytest.importorskip("triton")
+
+    class Doubled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    made = copy.deepcopy(model(width=64).half())
+    use_fast_blocks(made, kernels=True)
+    block = made.transformer.resblocks[0]
+    block.mlp.c_proj.__class__ = Doubled
+    x = torch.randn(2, 3, 64, dtype=torch.float16)
+    assert torch.equal(block._mlp(x), block.mlp(x))
+    block.mlp.c_proj.__class__ = nn.Linear
+    used = mock.patch("megabatch.models.fast_blocks.mlp", side_effect=ArithmeticError)
+    with used, pytest.raises(ArithmeticError):
+        block._mlp(x)

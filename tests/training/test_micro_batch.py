@@ -116,8 +116,8 @@ def test_no_more_is_tried_than_there_is_time_for() -> None:
 def test_how_many_activations_are_kept() -> None:
     trial = Trial(1.0, graph=16.0, peak=16.0)
 
-    def kept(peak: float, beside: float, bound: int | None = None, ranks: int = 1) -> int:
-        return Room(12, ranks, 100.0, peak, beside, bound).kept(2, trial)
+    def kept(waiting: float, beside: float, bound: int | None = None, ranks: int = 1) -> int:
+        return Room(12, ranks, 100.0, waiting, beside, bound).kept(2, trial)
 
     assert [kept(30, 4), kept(10, 14), kept(30, 14, 40), kept(30, 4, 1000)] == [4, 5, 2, 4]
     assert [kept(4, -16), kept(4, -16, ranks=2), kept(101, 0), kept(0, 0, 0)] == [6, 5, 0, 0]
@@ -125,6 +125,9 @@ def test_how_many_activations_are_kept() -> None:
     assert room.kept(12, trial) == 0  # which is encoded once in any case
     assert room.fits(6, trial)
     assert not room.fits(12, trial)  # its activations wait for the loss
+    # One takes no more than the second pass of any other.
+    assert Room(12, 1, 21.0, 5.0, 5.0, None).kept(2, trial) == 1
+    assert Room(12, 1, 20.0, 5.0, 4.0, None).kept(2, trial) == 0
 
 
 @pytest.fixture
@@ -207,6 +210,32 @@ def test_a_search_leaves_no_trace_and_is_done_once(
     assert (kept.rows, kept.measures) == (8, False)
     assert after(replace(config, trim_texts=False)).measures
     assert after(replace(config, micro_batch_size=3), trainer_of).rows == 3
+
+
+@pytest.mark.usefixtures("paper")
+@pytest.mark.parametrize("locked", [False, True])
+def test_what_a_step_takes_until_the_gradient_of_its_loss(
+    locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what the second pass takes, which begins with the kept activations."""
+    module, calls, rooms = toy(), list[int](), list[Room]()
+    for parameter in module.text.parameters() if locked else ():
+        parameter.requires_grad_(False)
+    module.visual.register_forward_pre_hook(lambda *_: calls.append(0))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: len(calls))
+
+    def search(attempt: object, first: int, trial: Trial, room: Room) -> dict[int, Trial]:
+        rooms.append(room)
+        return {first: trial}
+
+    monkeypatch.setattr(micro_batch, "search", search)
+    trainer = measured(config_of(global_batch_size=8), module=module)
+    for seed in range(2):
+        calls.clear()  # as memory's peak is reset after the first step
+        trainer.train_step(batch_of(seed))
+    assert trainer.division.rows == 4
+    assert [room.waiting for room in rooms] == [2]  # the first passes
+    assert trainer._step._after_loss is None
 
 
 @pytest.mark.usefixtures("paper")

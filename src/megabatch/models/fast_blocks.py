@@ -21,6 +21,7 @@ from megabatch.similarity.backends import kernels_available
 
 try:
     from megabatch.models.block_attention import LONGEST, block_attention
+    from megabatch.models.mlp import COLUMNS, mlp
     from megabatch.models.short_attention import LONGEST as SHORT
     from megabatch.models.short_attention import WIDTHS, short_attention
 except ImportError:  # there are no kernels without Triton
@@ -44,6 +45,7 @@ def replace_blocks(module: nn.Module, kernels: bool | None) -> None:
             block.pools = block is blocks[-1] and _pools_first(tower)
             own = kernels_available(block.attn.in_proj_weight) if kernels is None else kernels
             block.kernels = own and block.attn.head_dim in WIDTHS
+            block.fuses_gelu = own and _has_gelu(block.mlp)
 
 
 def _is_known(tower: Any) -> bool:
@@ -57,6 +59,18 @@ def _is_known(tower: Any) -> bool:
         and block.attn.batch_first
         and block.attn.dropout == 0
         for block in tower.transformer.resblocks
+    )
+
+
+def _has_gelu(layers: Any) -> bool:
+    """Whether an MLP is one that `mlp` computes."""
+    first, activation, last = layers if len(layers) == 3 else (None, None, None)
+    return (
+        type(first) is type(last) is nn.Linear
+        and type(activation) is nn.GELU
+        and activation.approximate == "none"
+        and first.bias is not None is not last.bias
+        and first.out_features % COLUMNS == 0
     )
 
 
@@ -104,11 +118,13 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
         pools: whether only one token of each sequence goes on: the rest of the last block's outputs
             would have no use.
         kernels: whether attention is by kernels of our own, unless sequences are long.
+        fuses_gelu: whether GELU is, in 16 bits.
     """
 
     causal: bool
     pools: bool
     kernels: bool
+    fuses_gelu: bool
 
     def forward(
         self,
@@ -141,7 +157,20 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
             qkv = F.linear(normed, weight, bias).unflatten(-1, (3, *heads))
             mixed = self._attention(qkv)
         x: Tensor = q_x + self.ls_1(out(mixed.flatten(2)))
-        return x + self.ls_2(self.mlp(self.ln_2(x)))
+        return x + self.ls_2(self._mlp(self.ln_2(x)))
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        """The MLP's output, like x."""
+        first, _, last = self.mlp
+        kind, dtype = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        # Other layers may have come since, such as those with products in float8.
+        if not (self.fuses_gelu and dtype.itemsize == 2 and type(first) is type(last) is nn.Linear):
+            plain: Tensor = self.mlp(x)
+            return plain
+        of_first, of_last = ((p.weight.to(dtype), p.bias.to(dtype)) for p in (first, last))
+        return mlp(x.to(dtype), of_first, of_last)
 
     def _attention(self, qkv: Tensor) -> Tensor:
         """Attention (n, length, heads, width of a head) within each sequence."""

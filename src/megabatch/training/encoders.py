@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class CachedStep:
         locked: the towers that are locked as a whole. Default: those of the module.
         lengths: of `Towers`, for the towers that are to encode texts or patches in order of their
             lengths and without most of their padding; the others get batches as they are.
+        after_loss: called when there are features' gradients, before the second pass.
         options: of GradientCache: `group`, `feature_dtype`.
     """
 
@@ -46,6 +47,7 @@ class CachedStep:
         device: torch.device,
         locked: frozenset[Tower] | None = None,
         lengths: Mapping[Tower, Lengths] | None = None,
+        after_loss: Callable[[], None] | None = None,
         **options: Any,
     ) -> None:
         found = locked_towers(module) if locked is None else locked
@@ -56,6 +58,7 @@ class CachedStep:
         self.device = device
         self._objective = objective
         self._lengths = lengths or {}
+        self._after_loss = after_loss
         self._images: Any = None
         self.locked: Tower | None = next(iter(found), None)
         if self.locked is not None:
@@ -93,6 +96,10 @@ class CachedStep:
 
     def _loss(self, **given: Any) -> Tensor:
         """The objective without the pairs whose image turned out damaged in the first pass."""
+        if (after_loss := self._after_loss) is not None:
+            for value in given.values():
+                if isinstance(value, Tensor) and value.requires_grad:
+                    value.register_hook(lambda _: after_loss())
         bad = getattr(self._images, "bad", None)
         if bad:
             good = torch.ones(len(self._images), dtype=torch.bool)

@@ -68,22 +68,22 @@ class Room:
         share: the most pairs of a rank.
         ranks: number of ranks.
         usable: bytes that tensors can have in total.
-        peak: the most bytes of a step in which no graph waits.
-        beside: these without a micro-batch's own.
+        waiting: the most bytes until the gradient of the loss, if no graph waits for it.
+        beside: the most bytes of a step without a micro-batch's own.
         bound: the most bytes for kept activations; None: all that are left.
     """
 
     share: int
     ranks: int
     usable: float
-    peak: float
+    waiting: float
     beside: float
     bound: int | None
 
     def fits(self, size: int, trial: Trial) -> bool:
         """Whether a step with micro-batches of this size has enough memory."""
-        waiting = trial.graph if size >= self.share else 0.0  # a single one is encoded once
-        return max(self.peak + waiting, self.beside + trial.peak) <= self.usable
+        graph = trial.graph if size >= self.share else 0.0  # a single one is encoded once
+        return max(self.waiting + graph, self.beside + trial.peak) <= self.usable
 
     def kept(self, size: int, trial: Trial) -> int:
         """How many micro-batches' activations can wait for the second pass.
@@ -94,8 +94,9 @@ class Room:
         count = -(-self.share // size)
         if count == 1:
             return 0
-        # They wait while others are encoded without a graph; the second pass begins with them.
-        left = self.usable - max(self.peak, self.beside + trial.peak - trial.graph)
+        # They wait while others are encoded without a graph, and for the loss. The second pass
+        # begins with them; later ones need the room of one.
+        left = self.usable - max(self.waiting, self.beside + trial.peak - trial.graph)
         room = left if self.bound is None else min(left, self.bound)
         return max(0, min(count - (self.ranks > 1), int(room // max(1.0, trial.graph))))
 
@@ -193,7 +194,7 @@ class Division:
         self.searches = on_gpu and auto
         rows = FIRST if self.searches else unmeasured_micro_batch(config)
         self.rows = min(self._share, rows)
-        self.kept = 0
+        self.kept, self._waiting = 0, 0
         self.measures = self.searches or (on_gpu and self._bound != 0 and self.rows < self._share)
         self._conditions = [
             torch.cuda.get_device_name(device) if on_gpu else "cpu",
@@ -224,6 +225,10 @@ class Division:
         self.rows = first_rows(self.rows, first, self._share, memory)
         return True
 
+    def after_loss(self) -> None:
+        """When the gradient of the loss is there: what a step takes until then is measured."""
+        self._waiting = torch.cuda.max_memory_allocated(self._layout.world.device)
+
     def after_step(self, trials: Trials) -> bool:
         """After the second step, measure, with its batch; returns whether that was done.
 
@@ -240,9 +245,9 @@ class Division:
         free, rows = usable_memory(world.device), self.rows
         with without_a_trace(self._layout):
             first = self._agreed(trials, rows)
-            own = (-free, peak, peak - first.peak / trials.longer)
-            usable, peak, beside = map(max, zip(*world.gather(own), strict=True))
-            room = Room(self._share, world.size, -usable, peak, beside, self._bound)
+            own = (-free, self._waiting or peak, peak - first.peak / trials.longer)
+            usable, waiting, beside = map(max, zip(*world.gather(own), strict=True))
+            room = Room(self._share, world.size, -usable, waiting, beside, self._bound)
             tried = {rows: first}
             if self.searches:
                 tried = search(lambda size: self._agreed(trials, size), rows, first, room)

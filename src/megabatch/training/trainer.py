@@ -207,6 +207,7 @@ class Trainer:
             micro_batch_tokens=None if config.micro_batch_tokens is None else max(1, tokens),
             locked=locked_towers(self.module),
             lengths=self._lengths,
+            after_loss=self.division.after_loss if self.division.measures else None,
             device=self.device,
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
             feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
