@@ -43,6 +43,8 @@ FILES = ("throughput.json", "icons.json", "icons-1m.json",
 ICONS = "machinery.icon_towers:icon_small"
 #: Steps measured before this had OpenCLIP's own blocks.
 FAST_BLOCKS = "2026-11-27T18"
+#: Those before this had fast blocks with torch's GELU.
+GELU_KERNELS = "2026-11-28T03"
 #: Different pairs of a batch of paper-tables.json; a larger one repeats them.
 DIFFERENT = 16_384
 
@@ -123,6 +125,9 @@ class Measured:
         planner = Planner(self.config, self.towers, machine, lengths=self.lengths)
         if self.date < FAST_BLOCKS:
             planner._module = self.towers.module
+        elif self.date < GELU_KERNELS:
+            for block in planner._module.modules():
+                block.fuses_gelu = False
         plan = planner.plan()
         if not isinstance(self.lengths, EqualRows):
             return plan

@@ -34,8 +34,9 @@ from megabatch.torch_internals import (
 )
 
 #: What compiled blocks keep for the backward pass, as a share of what others keep. By torch's own
-#: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs.
-COMPILED_GRAPH = 0.92
+#: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs; of a
+#: ViT-L/14 with kernels of GELU it was 0.88 (benchmarks/results/throughput.json).
+COMPILED_GRAPH = 0.9
 #: CUDA's allocator rounds sizes up to multiples of this.
 UNIT = 512
 #: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
