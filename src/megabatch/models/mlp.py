@@ -22,9 +22,9 @@ from megabatch.similarity.triton.launch import kernel
 
 #: Hidden widths are multiples of this number of columns, which a program has.
 COLUMNS = 128
-#: Rows at a time, and rows of a program of the backward pass. With eight warps this is the fastest of
-#: 13 forms on an H100: 0.76 ms for 65,792 rows of 4,096, of which the bias's sums take 0.03; a kernel
-#: of their own takes 0.18 (benchmarks/results/gelu.json).
+#: Rows at a time, and rows of a program of the backward pass. With eight warps this is the fastest
+#: of 13 forms on an H100: 0.76 ms for 65,792 rows of 4,096, of which the bias's sums take 0.03; a
+#: kernel of their own takes 0.18 (benchmarks/results/gelu.json).
 _ROWS, _SUMMED = 16, 256
 
 
