@@ -76,7 +76,9 @@ class SortedByLength:
         self._columns = columns
         self.runs = [*zip(values.tolist(), counts.tolist(), strict=True)]
         self._widths = widths.tolist()
-        self._order, self._place = order, order.argsort()
+        self._order = order
+        # A sort of its own took 170 ms where other processes kept the cores busy.
+        self._place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
     def take(self, rows: slice) -> Any:
         """Some rows in the encoder's order, at least one, with as many columns as the first needs.
@@ -111,10 +113,7 @@ def up_to_last(present: Tensor) -> Tensor:
 
     All for a row without any: attention to nothing but padding is an average over all of it.
     """
-    columns = present.shape[1]
-    positions = torch.arange(1, columns + 1, device=present.device)
-    last = torch.where(present, positions, 0).amax(1)
-    return torch.where(last == 0, columns, last)
+    return present.shape[1] - present.flip(1).byte().argmax(1)
 
 
 def tokens_by_length(name: str, batch: Any) -> Any:
