@@ -3,7 +3,8 @@
     python benchmarks/step_time.py --output benchmarks/results/step-time.json
 
 A step of the trainer is profiled with a few micro-batches, each encoded twice, and with the loss of
-a whole batch, for which their features are repeated. The step of the whole batch follows: the first
+a whole batch, for which their features are repeated. A step without the profiler, which makes
+launches slower, tells how long each part takes. The step of the whole batch follows: the first
 passes of all micro-batches but those whose activations are `--kept`, the second passes of all, loss
 and optimizer once. Models are OpenCLIP's, on random images and WordNet's definitions, or `minilm`
 and `bert-base`: BERTs with random weights, on WordNet's words and definitions.
@@ -19,7 +20,6 @@ import json
 import tempfile
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ import open_clip
 import torch
 
 from machinery.definitions import tokenized, words_and_definitions
-from machinery.kernels import AFTER_LOSS, TRANSFERS, Profile
-from machinery.parts import WAITING
+from machinery.kernels import TRANSFERS, Profile
+from machinery.parts import AFTER_LOSS, WAITING, Parts
 from machinery.steps import Megabatch, make_pairs
 from megabatch.benchmarking import records
-from megabatch.benchmarking.clock import product_rate, timed_calls
+from megabatch.benchmarking.clock import product_rate
 from megabatch.data import Batch
 from megabatch.training.trainer import Trainer
 from megabatch.training.world import World
@@ -68,7 +68,7 @@ class Record:
     kept_micro_batches: int  #: of the step: encoded once
     seconds: float  #: of the step
     profiled_seconds: float  #: of the step that was profiled
-    unprofiled_seconds: float  #: of the same with a smaller loss, without the profiler
+    unprofiled_seconds: float  #: of the same without the profiler
     product_tflops: float  #: the rate of large products
     families: dict[str, Family]  #: without transfers, which are hidden, they add up to `seconds`
     parts: dict[str, dict[str, float]]  #: seconds by part and family
@@ -90,11 +90,13 @@ def main() -> None:
             count = min(options.micro_batches, -(-size // rows))
             n = min(size, rows * count)
             batch = Batch(whole.images[:n], whole.texts[:n], torch.arange(n))
-            *_, unprofiled = timed_calls([partial(trainer.train_step, batch)] * 3, options.device)
-            rate = product_rate(options.device, torch.bfloat16, options.product, options.seconds)
-            for _ in range(2):  # in the first one the loss compiles its kernels for so many pairs
-                with Profile(trainer, repeats=size // n) as profile:
+            for _ in range(3):  # in the first one the loss compiles its kernels for so many pairs
+                with Parts(trainer, repeats=size // n) as parts:
                     trainer.train_step(batch)
+            lengths = parts.seconds()
+            rate = product_rate(options.device, torch.bfloat16, options.product, options.seconds)
+            with Profile(trainer, repeats=size // n) as profile:
+                trainer.train_step(batch)
             found.append(
                 Record(
                     model=model,
@@ -106,9 +108,9 @@ def main() -> None:
                     micro_batches=count,
                     kept_micro_batches=kept,
                     profiled_seconds=sum(profile.lengths.values()),
-                    unprofiled_seconds=unprofiled / 1e3,
+                    unprofiled_seconds=sum(lengths.values()),
                     product_tflops=rate / 1e12,
-                    **of_step(profile, size / n * count, kept, count, rate),
+                    **of_step(profile, lengths, size / n * count, kept, count, rate),
                 )
             )
             print(shown(found[-1]), flush=True)
@@ -139,24 +141,33 @@ def prepared(model: str, rows: int, options: argparse.Namespace) -> tuple[Traine
 
 
 def of_step(
-    profile: Profile, count: float, kept: int, profiled: int, rate: float
+    profile: Profile,
+    lengths: dict[str, float],
+    count: float,
+    kept: int,
+    profiled: int,
+    rate: float,
 ) -> dict[str, Any]:
-    """The fields of a record about a step of `count` micro-batches; `profiled`: so many."""
+    """The fields of a record about a step of `count` micro-batches.
+
+    `lengths`: seconds of each part of the step that was profiled, which had `profiled` of them.
+    """
     parts: dict[str, dict[str, float]] = {}
     operations, kernels = Counter[str](), Counter[tuple[str, str]]()
-    for part in profile.lengths:
+    for part, length in lengths.items():
         first = part == WAITING or "first" in part
         times = (count - kept * first) / profiled
         if part in ("loss", AFTER_LOSS, "optimizer", "rest"):
             times = 1.0
-        parts[part] = {name: times * s for name, s in profile.seconds_by_family(part).items()}
+        families = profile.seconds_by_family(part, length)
+        parts[part] = {name: times * s for name, s in families.items()}
         for event in profile.kernels[part]:
             kernels[part, event.name] += times * event.seconds  # type: ignore[assignment]
         for name, number in profile.operations[part].items() if part != "loss" else ():
             operations[name] += times * number  # type: ignore[assignment]
     sums = Counter[str]()
-    for families in parts.values():
-        sums.update(families)  # type: ignore[arg-type]
+    for of_part in parts.values():
+        sums.update(of_part)  # type: ignore[arg-type]
     total = sum(seconds for name, seconds in sums.items() if name != TRANSFERS)
     found = {}
     for name, seconds in sums.most_common():

@@ -35,7 +35,7 @@ import torch
 
 from machinery.definitions import length_statistics
 from machinery.options import setting
-from machinery.parts import Parts
+from machinery.parts import AFTER_LOSS, BACKWARD, Parts
 from machinery.steps import Megabatch, OpenClip, make_pairs
 from megabatch.benchmarking import records
 from megabatch.config.settings import TrainConfig
@@ -221,7 +221,9 @@ def split(contender: Megabatch, step: Callable[[], float]) -> dict[str, float]:
     """The parts of another step of this trainer."""
     with Parts(contender.trainer) as parts:
         step()
-    return parts.seconds()
+    seconds = parts.seconds()
+    seconds[BACKWARD] = seconds.get(BACKWARD, 0.0) + seconds.pop(AFTER_LOSS)
+    return seconds
 
 
 def compared(record: Record, found: list[Record]) -> Record:

@@ -10,12 +10,11 @@ import bisect
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -35,8 +34,6 @@ FAMILIES = {
     "sums": r"reduce|_red_|_per_|::sum",
     "copies": r"memcpy|memset|copy|clone|cat|fill|stack|constant|attention|::to$",
 }
-#: The part from the loss's gradient to the first of the second passes, once in a step.
-AFTER_LOSS = "after the loss"
 OTHERS, GAPS = "other elementwise", "launch gaps"
 #: Transfers from and to the host, in a stream of their own: beside the computation.
 TRANSFERS = "transfers, hidden"
@@ -62,8 +59,7 @@ class Profile(Parts):
     """
 
     def __init__(self, trainer: Trainer, repeats: int = 1) -> None:
-        super().__init__(trainer)
-        self._repeats = repeats
+        super().__init__(trainer, repeats)
         self._names: list[str] = []
         activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self._on_gpu]
         self._profiler = profile(activities=activities, record_shapes=True)
@@ -86,15 +82,6 @@ class Profile(Parts):
         with record_function(_MARK):
             if self._on_gpu:
                 torch.cuda._sleep(1)
-
-    def _around_loss(self, objective: Callable[..., Tensor], **given: Any) -> Tensor:
-        for name in ("image_features", "text_features"):
-            given[name] = given[name].repeat(self._repeats, 1)
-        return super()._around_loss(objective, **given)
-
-    def _end_of_loss(self, _: Tensor) -> None:
-        self._second = True
-        self.mark(AFTER_LOSS)
 
     def _read(self, events: Iterable[Any]) -> None:
         """Sort into parts: kernels, and operations of what the host called."""
@@ -124,14 +111,17 @@ class Profile(Parts):
         place = bisect.bisect_right(marks, start) - 1
         return self._names[place] if 0 <= place < len(marks) - 1 else None
 
-    def seconds_by_family(self, part: str) -> dict[str, float]:
-        """The time of a part; its families but for transfers add up to it."""
+    def seconds_by_family(self, part: str, length: float) -> dict[str, float]:
+        """The time of a part; its families but for transfers add up to its length.
+
+        `length`: without the profiler, under which launches take longer.
+        """
         found: dict[str, float] = {}
         for event in self.kernels[part]:
             name = "loss" if part == "loss" else event.family
             found[name] = found.get(name, 0.0) + event.seconds
         busy = sum(seconds for name, seconds in found.items() if name != TRANSFERS)
-        return {**found, GAPS: max(0.0, self.lengths[part] - busy)}
+        return {**found, GAPS: max(0.0, length - busy)}
 
 
 def family(name: str) -> str:

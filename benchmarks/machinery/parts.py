@@ -20,14 +20,20 @@ from torch import Tensor
 from megabatch.training.trainer import Trainer
 
 WAITING = "between micro-batches"  #: of the first pass: inputs that are not there yet, sorting
+#: From the loss's gradient to the first of the second passes, once in a step.
+AFTER_LOSS = "after the loss"
 BACKWARD = "backward pass"
 
 
 class Parts:
-    """Splits the steps of a trainer while it is entered; afterwards `seconds()` has them."""
+    """Splits a step of a trainer while it is entered; afterwards `seconds()` has its parts.
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    Args:
+        repeats: how many times the loss gets the features, as if the batch were so much larger.
+    """
+
+    def __init__(self, trainer: Trainer, repeats: int = 1) -> None:
+        self._trainer, self._repeats = trainer, repeats
         self._on_gpu = trainer.device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
         self._undo: list[Callable[[], None]] = []
@@ -80,14 +86,16 @@ class Parts:
 
     def _around_loss(self, objective: Callable[..., Tensor], **given: Any) -> Tensor:
         self.mark("loss")
-        for features in (given["image_features"], given["text_features"]):
-            if features.requires_grad:
-                features.register_hook(self._end_of_loss)
+        for name in ("image_features", "text_features"):
+            if self._repeats > 1:
+                given[name] = given[name].repeat(self._repeats, 1)
+            if given[name].requires_grad:
+                given[name].register_hook(self._end_of_loss)
         return objective(**given)
 
     def _end_of_loss(self, _: Tensor) -> None:
         self._second = True
-        self.mark(BACKWARD)
+        self.mark(AFTER_LOSS)
 
     def mark(self, name: str) -> None:
         """End the part before, and begin this one."""
