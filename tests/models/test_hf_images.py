@@ -73,7 +73,7 @@ def test_without_weights_it_starts_at_random_where_told(folder: Path, tmp_path: 
     ("file", "changes", "message"),
     [
         ("config.json", {"model_type": "clipseg"}, "of type 'clipseg', expected one of clip, "),
-        ("preprocessor_config.json", {"image_mean": None}, "cannot be read: TypeError: "),
+        ("preprocessor_config.json", {"image_mean": 0.5}, "cannot be read: TypeError: "),
         ("preprocessor_config.json", {"resample": 0}, "pixels, by a bilinear or bicubic filter"),
         ("preprocessor_config.json", {"size": {"shortest_edge": 36}}, "resize to 32 x 32 pixels"),
         ("preprocessor_config.json", {"crop_size": 24}, "does not only resize"),

@@ -202,13 +202,13 @@ def _in_chunks(function: Callable[..., Tensor], numbers: int, *tensors: Tensor |
     if not torch.compiler.is_compiling() and transforms_active():
         return function(*tensors)  # torch.func does not take checkpoints
     rows = max(1, CHUNK // max(1, numbers))
-    split = [[None] if t is None else t.split(rows) for t in tensors]
-    count = max(map(len, split))
+    split = [None if t is None else t.split(rows) for t in tensors]
+    count = max(len(parts) for parts in split if parts is not None)
     chunks = [
         # Checkpointed, to keep the results only and not the converted features.
         checkpoint(function, *each, use_reentrant=False, preserve_rng_state=False)
         for each in zip(
-            *(parts * count if parts == [None] else parts for parts in split), strict=True
+            *([None] * count if parts is None else parts for parts in split), strict=True
         )
     ]
     return torch.cat(chunks)

@@ -44,7 +44,7 @@ ATTENTION += ("attention", "attention of queries", "attention of keys")
 BOUNDS |= {
     f"{name}@{capability}": Bounds(1, SMALLEST, 0) for name in ATTENTION for capability in (80, 90)
 }
-BOUNDS["attention of keys@80"] = Bounds(1, SMALLEST, 64)  # 48 by Triton 3.8, 0 by others
+BOUNDS["attention of keys@80"] = Bounds(1, SMALLEST, 64)  # 56 by Triton 3.5, 48 by 3.8
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6):  # Gluon differs before
     BOUNDS |= dict.fromkeys(("clip, hopper@90", "clip, ds, hopper@90"), Bounds(1, H100, 0))
 
