@@ -49,7 +49,7 @@ _CPU_TEXTS, _GPU_TEXTS = 256, 1024
 class Right:
     """The right columns of each of m rows: for row i `columns[start[i] : start[i] + counts[i]]`.
 
-    columns: int64; those of a row are in ascending order. start, counts: int64 (m,).
+    columns: int64, in ascending order within a row. start, counts: int64 (m,).
     """
 
     columns: Tensor
@@ -117,7 +117,7 @@ def place(
     the scores of the best right pairs. Equal columns score the same, and equal rows.
 
     Args:
-        x: (m, d). y: (n, d). Or tokens, whose scores are those of late interaction.
+        x: (m, d). y: (n, d). Or tokens, scored by late interaction.
         answers: their right answers.
         group: ranks that share the work; each holds all of x and y, and gets all results.
     """
@@ -245,7 +245,7 @@ def figures_and_chance(
     group: object = "local",
     ways: tuple[str, str] = ("x_to_y", "y_to_x"),
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The figures of finite features, and those of answers in random order.
+    """The figures of finite features, and of answers in random order.
 
     Every rank of the group holds all rows already. `ways`: the directions' names in the keys.
     """

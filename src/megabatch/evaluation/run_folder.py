@@ -38,7 +38,7 @@ class Opened:
 def open_run(folder: Path, *, ema: bool = False, trust: bool = False) -> Opened:
     """Build the run's towers with `model.safetensors`, or with the newest checkpoint.
 
-    With `ema`, the weights are those of `model-ema.safetensors`, their moving average. With
+    With `ema`, the weights come from `model-ema.safetensors`, their moving average. With
     `trust`, the model may be code to run (`module:function`).
 
     Raises:
@@ -126,8 +126,8 @@ def _weights_of(folder: Path, ema: bool) -> Path:
 def _step_of(weights: Path, folder: Path) -> int | None:
     """The step of a run's weights: a checkpoint's, or else the run's last one.
 
-    Final weights are removed before the first step of a run that goes on, so they are those of the
-    newest checkpoint.
+    Final weights are removed before the first step of a run that goes on, so a
+    run that is not complete has its newest checkpoint's.
     """
     newest = max(folder.glob("checkpoints/step-*"), default=folder)
     checkpoint = newest if weights.parent == folder else weights.parent

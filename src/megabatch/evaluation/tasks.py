@@ -1,8 +1,8 @@
 """Tasks: images to be matched with texts, or to be classified.
 
 Each has a `key`, its data, and a method `score(encoder)` that embeds these once. It returns the
-kind and the content of the task's entry in `evaluation.json`, figures of the model next to those of
-guessing, and the features.
+kind and the content of the task's entry in `evaluation.json`, figures of the model next to
+guessing's, and the features.
 """
 
 from __future__ import annotations

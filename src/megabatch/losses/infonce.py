@@ -177,8 +177,8 @@ class InfoNCELoss(TemperatureLoss):
                 bias-corrected neural modeling"; Bengio and Senecal 2008). A margin still compares
                 similarities, by products of their own. Not with `same_tower`, `reverse`,
                 `hardness_mode`, `label_smoothing` or `tau_plus`. Differentiable.
-            log_q_negatives, log_q_queue: those of `negatives`, (k,) or (b, k), and of `queue`,
-                (q,), which are required with `log_q`.
+            log_q_negatives, log_q_queue: the same of `negatives`, (k,) or (b, k), and of `queue`,
+                (q,); required with `log_q`.
         """
         check_pairs(query, positive, ("query", "positive"))
         self._check_candidates(query, negatives, ids)
@@ -334,7 +334,7 @@ class InfoNCELoss(TemperatureLoss):
     def _check_candidates(
         self, query: Tensor, negatives: Any, ids: Any, name: str = "query", own: str = "(b, k, d)"
     ) -> None:
-        """Negatives: None, each query's `own`, or without the first dimension those of all."""
+        """Negatives: None, each query's `own`, or without the first dimension negatives of all."""
         if ids is not None:
             self._refuse_with([*UNUSED][4:], "ids", "None", "ids")
         if negatives is None:

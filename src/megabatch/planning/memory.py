@@ -30,8 +30,8 @@ ITSELF = ("ntxent", "dcl")
 class State(NamedTuple):
     """Bytes on each device that do not depend on the batch.
 
-    With FSDP2 they are those of the shards, and the unsharded ones are there from the first forward
-    pass of a step to its end (ZeRO-2).
+    With FSDP2 parameters, gradients and optimizer state are sharded, and unsharded parameters are
+    there from the first forward pass of a step to its end (ZeRO-2).
     """
 
     weights: int

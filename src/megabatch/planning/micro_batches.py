@@ -26,7 +26,7 @@ class TextLengths:
     """Lengths of a sample of texts, in tokens that features depend on.
 
     Attributes:
-        samples: by tower; those of other towers have all of the tokens that the model takes.
+        samples: by tower; other towers' samples have all of the tokens that the model takes.
     """
 
     samples: Mapping[Tower, Sequence[int]] = field(default_factory=dict)
@@ -100,7 +100,7 @@ class MicroBatches:
     """The micro-batches of a step: nearly alike, as texts are divided by tokens.
 
     Attributes:
-        mean: their mean bytes and work. largest: those of the largest one.
+        mean: their mean bytes and work. largest: bytes and work of the largest one.
         count: their number.
         tokens: mean tokens of a text, if texts are cut to known lengths.
     """
@@ -111,7 +111,7 @@ class MicroBatches:
     tokens: float = 0.0
 
     def nbytes(self, kept: int) -> dict[str, int]:
-        """Bytes of activations by phase, with those of `kept` micro-batches kept.
+        """Bytes of activations by phase if the activations of `kept` micro-batches are kept.
 
         A single micro-batch keeps its graph for the loss.
         """

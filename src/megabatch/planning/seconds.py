@@ -86,7 +86,7 @@ def loss_seconds(
 
 
 def loss_transfers(config: TrainConfig, width: int, speeds: Speeds, ranks: int) -> float:
-    """Seconds of the loss's transfers that no computation hides, those of a round.
+    """Seconds of the loss's transfers that no computation hides: one round.
 
     A rank receives the features of the others, and later sums of gradients in float32. From other
     hosts they come as fast, with a card of 400 Gbit/s for each of 8 GPUs, which share what comes.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megabatch.similarity.arguments import check_vector, extremes
 
-#: The rows' further features: as large as those of a unit vector of width 256, so that float16,
+#: The rows' further features: as large as a unit vector's of width 256, so that float16,
 #: whose range is small, holds the columns' further features and their gradients likewise.
 UNIT = 1 / 16
 

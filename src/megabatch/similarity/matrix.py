@@ -91,7 +91,7 @@ class Matrix(NamedTuple):
     def masks(self, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Masks (positive, dropped) of this block (m, n); None if there is surely no such pair.
 
-        `logits`: those of the block, or a guide's similarities, which the ceilings bound.
+        `logits`: of the block, or a guide's similarities, which the ceilings bound.
         """
         m, n = logits.shape
         row_ids, col_ids, ceiling = self.rows.ids, self.cols.ids, self.rows.ceiling

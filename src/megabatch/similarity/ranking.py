@@ -97,8 +97,8 @@ def topk(
     Args:
         x, y, col_lengths: as in `ranks`. k: from 1 to n (of all processes).
         ids: `(row_ids (m,), col_ids (n,))`, integers; pairs of equal ids are left out. If fewer
-            than k columns remain, the last scores are -inf and their indices -1, as those of
-            candidates without tokens are.
+            than k columns remain, the last scores are -inf and their indices -1, as for
+            candidates without tokens.
         group: as in `ranks`; indices continue from process to process.
 
     Returns:

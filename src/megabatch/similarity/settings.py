@@ -170,11 +170,11 @@ def set_gather(size: int | None) -> int:
 def set_grid(columns: int | None) -> int | None:
     """Set whether the default group is arranged as a grid of ranks; returns the previous setting.
 
-    In a grid of rows and columns of ranks, those of one row share the rows of their matrix, and
-    those of one column its columns (docs/distributed.md). None, the default: on several hosts with
-    equally many consecutive ranks, the default group is a grid of rows of whole hosts. 0: never a
-    grid. A number that divides its size: it is a grid with that many columns. Other groups never
-    are grids, and x against itself takes none.
+    In a grid of rows and columns of ranks, the ranks of one row share the rows of their matrix, and
+    the ranks of one column its columns (docs/distributed.md). None, the default: on several hosts
+    with equally many consecutive ranks, the default group is a grid of rows of whole hosts. 0:
+    never a grid. A number that divides its size: it is a grid with that many columns. Other groups
+    never are grids, and x against itself takes none.
 
     Results are the same up to rounding. All ranks must set the same value. It applies to all later
     calls and their backward passes.

@@ -58,8 +58,8 @@ def softplus_sum(
     """Sum over all pairs (i, j) of weight_i * softplus(-z_ij * (scale * <x_i, y_j> + bias)).
 
     z_ij is +1 if the ids of a pair are equal and -1 otherwise. If gradients are needed, the forward
-    pass computes those of x and y in the same sweep and stores them for the backward pass in the
-    dtype of x, in as much memory as x and y take.
+    pass computes the gradients of x and y in the same sweep and stores them for the backward pass,
+    in the dtype of x, in as much memory as x and y take.
 
     Args:
         x: (m, d) features, any floating dtype. y: (n, d), same device and dtype; under autocast
@@ -145,7 +145,7 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """The sum, and its gradients; those of x and y are `Deferred`s, empty if not needed.
+    """The sum and its gradients; of x and y they are `Deferred`s, empty if not needed.
 
     In a group scale's and bias's gradients are of this rank's sum, y's (in a grid x's, too) is of
     the sum over ranks.
@@ -178,7 +178,7 @@ def _forward(*flat: Any) -> Results:
 def _sum_and_gradients(
     sweep: Sweep, need: Need, dx: Deferred, dy: Deferred
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum and its gradients of bias and scale; those of x and y go to `dx` and `dy`."""
+    """The sum and its gradients of bias and scale; gradients of x and y go to `dx` and `dy`."""
     own = sweep.make(sweep.matrix)
     factor = own.factor(divisor(sweep.matrix.rows.features))
     out = dx if need.x else None, dy if need.y else None

@@ -84,7 +84,7 @@ def reduce(sweep: Sweep, own: StateTiles, cols: bool) -> tuple[Tensor, Tensor | 
 
 
 def in_given_order(rows: Tensor, columns: Tensor | None, orders: Orders) -> tuple[Tensor, Tensor]:
-    """Results in the order of the given rows and columns; those of columns empty if None."""
+    """Results in the order of the given rows and columns; the columns' empty if None."""
     rows = restore(rows, orders.rows, 1)
     return rows, rows.new_empty(0) if columns is None else restore(columns, orders.cols, 1)
 
@@ -192,7 +192,7 @@ def products(
     Args:
         own: tiles of the sweep's matrix.
         x, y: whether the sums of each side are wanted; if symmetric, x's alone.
-        upstream: those of this rank's rows and columns (if symmetric, the same).
+        upstream: of this rank's rows and columns (if symmetric, the same).
 
     Yields:
         ("x" or "y", rows of that side, their sums), as soon as they are complete.

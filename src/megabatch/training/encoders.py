@@ -126,8 +126,8 @@ class WithNegatives(nn.Module):
     """Towers whose texts come with hard negatives, which go through the text tower with them.
 
     `module(images, texts)` takes texts (m, context, 1 + k), each pair's own and then its negatives,
-    and also returns `negative_features` (m, k, d); those of tokens as (m, length, k, d), as
-    GradientCache joins micro-batches of different lengths.
+    and also returns `negative_features` (m, k, d); if a text has a feature of each token,
+    (m, length, k, d), as GradientCache joins micro-batches of different lengths.
     """
 
     def __init__(self, module: nn.Module) -> None:

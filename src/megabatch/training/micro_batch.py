@@ -156,7 +156,7 @@ def first_rows(size: int, trial: Trial, share: int, memory: float) -> int:
 
 
 def quick(size: int, expected: Trial) -> bool:
-    """Whether a trial of this size takes few seconds, by those of a smaller one."""
+    """Whether a trial of this size takes few seconds, as expected from a smaller one."""
     return _PASSES * size * expected.seconds <= SECONDS
 
 
@@ -410,7 +410,7 @@ def without_a_trace(layout: Layout) -> Iterator[None]:
 def batch_norms(module: nn.Module) -> list[nn.Module]:
     """The layers that normalise over a micro-batch: those of a locked tower do not.
 
-    Statistics are those of the samples that go through the model together, the same in both passes.
+    Statistics are over the samples that go through the model together, the same in both passes.
     So a run depends on the micro-batch size, and gradients are exact for that function, not for one
     that normalises over the whole batch.
     """

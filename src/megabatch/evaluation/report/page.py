@@ -140,7 +140,7 @@ def _words(value: Any) -> str:
 
 
 def _tables(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A table for each task: all contenders of one run, or those of several without chance.
+    """A table for each task: all contenders of one run, or of several runs all but chance.
 
     Runs are compared on equal data alone, which have equal headings.
     """

@@ -197,8 +197,8 @@ class SocketChannel:
     def break_off(self) -> None:
         """Make any later call an error, here and on other ranks, which still read what was sent.
 
-        The sockets are not closed: closing one that has unread bytes discards those of the other
-        side as well, and ranks would name one another instead of the rank that failed first.
+        The sockets are not closed: closing one that has unread bytes discards the other side's
+        as well, and ranks would name one another instead of the rank that failed first.
         """
         self.broken = True
         for peer in self.peers.values():

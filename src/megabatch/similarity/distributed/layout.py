@@ -18,7 +18,7 @@ DIMS = (0, 0, 0, 0, 0, 1, 0)
 
 
 class Layout:
-    """The rows of some ranks, one rank after another; they may be those of this rank alone.
+    """The rows of some ranks, or of this rank alone, one rank after another.
 
     A transfer takes as many rows of each rank, so shorter shards are padded.
     """

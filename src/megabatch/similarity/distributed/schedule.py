@@ -40,16 +40,16 @@ LARGE = 16_384
 #: Shards above the bound are gathered in rounds of this part of it: features of three rounds and
 #: gradients of two are in memory at once, and smaller rounds are as fast where there are many.
 ROUND = 4
-#: Rows of a round are a multiple of this, as those of a GPU's tiles.
+#: Rows of a round are a multiple of this, as the rows of a GPU's tiles are.
 TILE = 128
 
 
 class Part(NamedTuple):
     """A block that a rank computes."""
 
-    rows: slice  #: among those that this rank computes
-    cols: slice  #: among those of the round
-    row_start: int  #: index of the first row among those of all ranks, as in `Matrix`
+    rows: slice  #: among the rows that this rank computes
+    cols: slice  #: among the round's columns
+    row_start: int  #: index of the first row among all ranks' rows, as in `Matrix`
     col_start: int  #: of the first column; behind all rows if the block holds no pair (i, i)
     side: Side  #: the columns
 
@@ -89,7 +89,7 @@ class Ranks:
                 Layout(part, [own[k] for k in dist.get_process_group_ranks(part)], operation)
                 for part, own in zip(groups, sizes, strict=True)
             )
-        #: index of this rank's first column, and row, among those of all ranks
+        #: index of this rank's first column, and row, among all ranks'
         self.start = sum(col_sizes[: self.rank])
         self.row_start = self.start - self.rows.own.start
         self._step = round_rows(self.cols.padded, len(self.cols.sizes) * row_bytes)
@@ -223,8 +223,8 @@ def round_rows(size: int, row: int) -> int:
 def saved_rows(features: Tensor, ranks: int, limit: int) -> int:
     """Number of rows of features that are saved for the backward pass: all ranks' or none.
 
-    They are saved if they take up to `limit` bytes, as those of a round do, and if kernels take
-    them without padding.
+    They are saved if they take up to `limit` bytes, as the features of a round do, and if kernels
+    take them without padding.
     """
     whole_lines = features.shape[1] * features.element_size() % 16 == 0
     return ranks * len(features) if whole_lines and ranks * features.nbytes <= limit else 0
