@@ -96,6 +96,13 @@ def constants() -> None:
     assert vars(marked) == vars(by_torch) != {}
 
 
+def products() -> None:
+    found = torch_internals.cpu_multiplies_bf16()
+    if torch.backends.cpu.get_cpu_capability() == "AVX512" and torch.backends.mkldnn.is_available():
+        assert found is True
+    assert isinstance(found, bool)
+
+
 #: The private names in `torch_internals`, as they are written there.
 CHECKS: dict[str, Callable[[], None]] = {
     "_dynamo.config": compiler,
@@ -104,6 +111,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "_scaled_dot_product_cudnn_attention": attention,
     "_dynamo_marked_constant": constants,
     "_orig_mod": compiled_wrapper,
+    "_is_mkldnn_bf16_supported": products,
 }
 #: Those that a test of behaviour needs.
 BY_BEHAVIOUR = {

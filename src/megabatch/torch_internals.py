@@ -61,6 +61,19 @@ def is_compile_error(error: BaseException) -> bool:
     return isinstance(error, private("torch._dynamo.exc:TorchDynamoException"))
 
 
+# --- products -------------------------------------------------------------------------------------
+
+
+def cpu_multiplies_bf16() -> bool:
+    """Whether oneDNN has products in bfloat16 for this CPU.
+
+    torch's own take 40 times as long as in float32 (benchmarks/results/quickstart-avx2.json).
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 # --- process groups -------------------------------------------------------------------------------
 
 _C10D = "torch.distributed.distributed_c10d"

@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megabatch.config.settings import problems, resolve_device, schedule_problems
+from megabatch.config.settings import (
+    problems,
+    resolve_device,
+    schedule_problems,
+    with_precision,
+)
 from megabatch.errors import UsageError
 from megabatch.losses.registry import TRAINABLE
 from megabatch.options import make, option
@@ -47,7 +52,10 @@ INFONCE = {"loss": "infonce", "hard_negatives": 1}
     [
         ({"device": "gpu"}, "device gpu: String should match pattern '^(auto|cpu|cuda|cuda:"),
         ({"activation_memory": "lots"}, "activation-memory lots: expected a size such as 20GiB or"),
-        ({"precision": "amp_bf16"}, "precision amp_bf16: expected 'fp32', 'bf16' or 'fp16'; did"),
+        (
+            {"precision": "amp_bf16"},
+            "precision amp_bf16: expected 'auto', 'fp32', 'bf16' or 'fp16'; did",
+        ),
         ({"loss": "infonse"}, "loss infonse: expected clip, siglip, infonce, maxsim, ntxent, dcl"),
         ({"maxsim_dim": 64}, "maxsim-dim 64: expected with --loss maxsim, got --loss clip"),
         ({"loss": "maxsim", "matryoshka_dims": [8]}, "matryoshka-dims: expected without --loss m"),
@@ -98,6 +106,17 @@ def test_a_schedule_has_to_fit_into_the_run() -> None:
     assert schedule_problems(short, 39) == [reason]
     (reason,) = schedule_problems(TrainConfig(warmup=20), 1)
     assert reason.endswith("the run has only 1 step")
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_auto_precision_is_one_that_the_device_multiplies_fast(
+    fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megabatch.torch_internals.cpu_multiplies_bf16", lambda: fast)
+    assert with_precision(TrainConfig(), "cuda").precision == "bf16"
+    assert with_precision(TrainConfig(), "cpu").precision == ("bf16" if fast else "fp32")
+    for given in (TrainConfig(precision="bf16"), TrainConfig(precision="fp16")):
+        assert with_precision(given, "cpu") == given
 
 
 def test_a_device_is_one_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ CONFIG = replace(
     micro_batch_size=64,
     warmup=1,
     activation_memory="0",
+    precision="bf16",
     torchcompile=False,
 )
 CPU = Machine("cpu", 1, 1 << 40)

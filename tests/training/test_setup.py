@@ -104,6 +104,16 @@ def test_texts_that_keep_their_padding_are_a_note_and_nothing_is_compiled_on_the
     assert prepare(make_config(tmp_path / "run")).notes == []
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_precision_is_chosen_before_the_first_step(
+    fast: bool, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megabatch.torch_internals.cpu_multiplies_bf16", lambda: fast)
+    setup = prepare(make_config(tmp_path / "run", precision="auto"))
+    note = "products are in fp32, as this CPU has none in bf16 (--precision)"
+    assert [setup.config.precision, *setup.notes] == (["bf16"] if fast else ["fp32", note])
+
+
 def test_the_resize_is_chosen_for_openclips_transforms_only(
     make_config: MakeConfig, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -162,8 +163,9 @@ class TrainConfig:
     """Clip the gradient to this norm."""
     max_logit_scale: Annotated[float, Field(ge=1)] = 100.0
     """Upper bound of the logit scale (1 / temperature), enforced after each step."""
-    precision: Literal["fp32", "bf16", "fp16"] = "bf16"
-    """Autocast dtype of towers and loss (OpenCLIP's amp_bf16 and amp). Weights stay in fp32."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Autocast dtype of towers and loss (OpenCLIP's amp_bf16 and amp); weights stay in fp32. auto:
+    bf16, but fp32 on a CPU without products in bf16."""
     device: Annotated[Device, MAY_CHANGE] = "auto"
     """cpu, cuda, cuda:1 ...; auto: CUDA if available. Each of several processes has its own GPU."""
     parallel: Annotated[Literal["ddp", "fsdp"], MAY_CHANGE] = "ddp"
@@ -291,6 +293,16 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
     # A hundredth more is a rounded logarithm, such as 4.61 of 100.
     if start is not None and not 0 <= start <= highest + 0.01:
         yield f"--init-logit-scale {start}: expected 0 to {highest:.3g}, log of --max-logit-scale"
+
+
+def with_precision(config: TrainConfig, device_type: str) -> TrainConfig:
+    """The configuration with the precision that "auto" means on this kind of device."""
+    if config.precision != "auto":
+        return config
+    from megabatch.torch_internals import cpu_multiplies_bf16  # --help does not need torch
+
+    slow = device_type == "cpu" and not cpu_multiplies_bf16()
+    return replace(config, precision="fp32" if slow else "bf16")
 
 
 def unmeasured_micro_batch(config: TrainConfig) -> int:

@@ -13,7 +13,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from megabatch.config.settings import TrainConfig, activation_bytes, unmeasured_micro_batch
+from megabatch.config.settings import (
+    TrainConfig,
+    activation_bytes,
+    unmeasured_micro_batch,
+    with_precision,
+)
 from megabatch.errors import UsageError, plural
 from megabatch.gradient_cache.outputs import LARGE
 from megabatch.gradient_cache.state import BATCH_NORMS
@@ -157,6 +162,7 @@ class Planner:
     lengths: TextLengths = WHOLE
 
     def __post_init__(self) -> None:
+        self.config = with_precision(self.config, self.machine.device)
         if self.config.torchcompile is None:  # as a run chooses
             self.config = replace(self.config, torchcompile=self.machine.device == "cuda")
         self._counted = functools.cache(self._count)

@@ -18,6 +18,7 @@ from megabatch.config.settings import (
     problems,
     schedule_problems,
     unmeasured_micro_batch,
+    with_precision,
 )
 from megabatch.data import PairDataset, PairLoader
 from megabatch.data.late import mean_bytes
@@ -76,12 +77,16 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     """As `prepare`, on this rank: the settings, the data, the model, and then the loader."""
     if reasons := problems(config, "model", "train_data"):
         raise UsageError(all_of(reasons))
+    notes = []
+    if config.precision == "auto":
+        config = with_precision(config, world.device.type)
+        if config.precision == "fp32":
+            notes.append("products are in fp32, as this CPU has none in bf16 (--precision)")
     if world.device.type == "cpu" and config.plan == "off" and activation_bytes(config, "cpu"):
         asked = f"--activation-memory {config.activation_memory}"
         raise UsageError(f"{asked}: on the CPU it needs a plan, which --plan off omits")
     if world.main and (reasons := folder_problems(config) + trackers.problems(config)):
         raise UsageError(all_of(reasons))
-    notes = []
     if config.torchcompile is None:
         config = replace(config, torchcompile=world.device.type == "cuda")
         if config.torchcompile:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megabatch.config.objective import Objective, create_objective
-from megabatch.config.settings import TrainConfig
+from megabatch.config.settings import TrainConfig, with_precision
 from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
@@ -72,7 +72,7 @@ class Trainer:
         `objective`: the loss; default: the one that the configuration names.
         `tell` is called with lines for the user on choices and compilation.
         """
-        self.config = config
+        self.config = config = with_precision(config, device.type)
         self.device = device
         self.total_steps = total_steps
         self.world = world or World(device)
