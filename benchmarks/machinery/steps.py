@@ -71,6 +71,7 @@ class Megabatch:
     """Steps of this project's trainer; `settings`: those that differ from its defaults."""
 
     def __init__(self, model: str, size: int, world: World, settings: dict[str, Any]) -> None:
+        settings = {"precision": "bf16", **settings}  # as the other contenders have, on CPUs too
         config = TrainConfig(model=model, global_batch_size=size, lr=LR, warmup=0, **settings)
         if reasons := problems(config):
             raise SystemExit(f"--set: {reasons}")
