@@ -113,7 +113,7 @@ def up_to_last(present: Tensor) -> Tensor:
 
     All for a row without any: attention to nothing but padding is an average over all of it.
     """
-    return present.shape[1] - present.flip(1).byte().argmax(1)
+    return present.shape[1] - present.flip(1).view(torch.uint8).argmax(1)
 
 
 def tokens_by_length(name: str, batch: Any) -> Any:
