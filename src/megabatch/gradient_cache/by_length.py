@@ -77,7 +77,7 @@ class SortedByLength:
         self.runs = [*zip(values.tolist(), counts.tolist(), strict=True)]
         self._widths = widths.tolist()
         self._order = order
-        # A sort of its own took 170 ms where other processes kept the cores busy.
+        # Not a second sort, which is slow where other processes keep the cores busy.
         self._place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
 
     def take(self, rows: slice) -> Any:
