@@ -110,7 +110,7 @@ def test_the_precision_is_chosen_before_the_first_step(
 ) -> None:
     monkeypatch.setattr("megabatch.torch_internals.cpu_multiplies_bf16", lambda: fast)
     setup = prepare(make_config(tmp_path / "run", precision="auto"))
-    note = "products are in fp32, as this CPU has none in bf16 (--precision)"
+    note = "--precision auto: fp32, as this CPU has no fast bf16 products"
     assert [setup.config.precision, *setup.notes] == (["bf16"] if fast else ["fp32", note])
 
 

@@ -165,7 +165,7 @@ class TrainConfig:
     """Upper bound of the logit scale (1 / temperature), enforced after each step."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Autocast dtype of towers and loss (OpenCLIP's amp_bf16 and amp); weights stay in fp32. auto:
-    bf16, but fp32 on a CPU without products in bf16."""
+    bf16, but fp32 on a CPU without fast bf16 products."""
     device: Annotated[Device, MAY_CHANGE] = "auto"
     """cpu, cuda, cuda:1 ...; auto: CUDA if available. Each of several processes has its own GPU."""
     parallel: Annotated[Literal["ddp", "fsdp"], MAY_CHANGE] = "ddp"

@@ -81,7 +81,7 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     if config.precision == "auto":
         config = with_precision(config, world.device.type)
         if config.precision == "fp32":
-            notes.append("products are in fp32, as this CPU has none in bf16 (--precision)")
+            notes.append("--precision auto: fp32, as this CPU has no fast bf16 products")
     if world.device.type == "cpu" and config.plan == "off" and activation_bytes(config, "cpu"):
         asked = f"--activation-memory {config.activation_memory}"
         raise UsageError(f"{asked}: on the CPU it needs a plan, which --plan off omits")
