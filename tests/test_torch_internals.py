@@ -116,6 +116,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 #: Those that a test of behaviour needs.
 BY_BEHAVIOUR = {
     "_are_functorch_transforms_active": "losses/test_everywhere.py::test_vmap_and_its_gradients",
+    "_inductor.config": "models/test_blocks.py::"
+    "test_dropout_is_the_same_with_and_without_gradients",
     "_dynamo.exc:TorchDynamoException": "training/test_trainer.py::"
     "test_a_failing_compiler_names_the_option",
     "_resolve_process_group": "test_ranks.py::test_rows_of_all_ranks",

@@ -56,6 +56,11 @@ def configure_compiler(compilations: int) -> None:
     config.optimize_ddp = False
 
 
+def draw_random_numbers_as_uncompiled() -> None:
+    """Let graphs of inductor from now on have the numbers that torch draws without a compiler."""
+    private("torch._inductor.config").fallback_random = True
+
+
 def is_compile_error(error: BaseException) -> bool:
     """Whether torch.compile or its backend failed."""
     return isinstance(error, private("torch._dynamo.exc:TorchDynamoException"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch._inductor.config
+from torch import Tensor, nn
 
 from megabatch.models import create
 from megabatch.models.blocks import blocks, checkpoint_activations, compile_blocks
@@ -48,6 +50,40 @@ def test_blocks_are_computed_again_and_compiled_under_their_own_names() -> None:
     compile_blocks(model, backend="eager")
     torch.testing.assert_close(model(images, texts)["image_features"], expected)
     assert list(model.state_dict()) == names
+
+
+class Dropping(nn.Module):
+    """A tower of two blocks with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5))
+        self.blocks = nn.ModuleList([block, copy.deepcopy(block)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.usefixtures("graphs")
+def test_dropout_is_the_same_with_and_without_gradients(checkpointed: bool, device: str) -> None:
+    """As both passes of gradient caching need it, by inductor too."""
+    model, x = Dropping().to(device), torch.randn(16, 8, device=device)
+    with torch._inductor.config.patch(fallback_random=False):
+        if checkpointed:
+            checkpoint_activations(model)
+        compile_blocks(model)
+        outputs = []
+        for mode in (torch.no_grad(), torch.enable_grad()):
+            torch.manual_seed(0)
+            with mode:
+                outputs.append(model(x))
+        outputs[1].sum().backward()
+    assert 0.3 < (outputs[0] == 0).double().mean() < 0.7
+    torch.testing.assert_close(*outputs)
 
 
 class Counting(list[Any]):

@@ -108,6 +108,19 @@ def test_the_first_steps_take_as_much_memory_as_they_may(
     assert first_rows(first, Machine(100, 0)(first), share, memory * MIB) == found
 
 
+@pytest.mark.usefixtures("unhurried")
+def test_a_size_for_which_memory_runs_out_is_left_out() -> None:
+    """The trial of a whole share, whose texts are all as long as the longest."""
+    machine, room = Machine(400, 0), Room(4096, 1, 1e12, 0.0, 0.0, 0)
+
+    def attempt(size: int) -> Trial | None:
+        return None if size in (512, 4096) else machine(size)
+
+    tried = search(attempt, 64, machine(64), room)
+    assert [*tried] == [64, 128, 256, 1024, 2048]
+    assert room.fastest(tried) == 2048
+
+
 def test_no_more_is_tried_than_there_is_time_for() -> None:
     machine = Machine(1e3, 1 << 20)
     assert machine.search(1 << 20) == max(machine.sizes) < 1 << 13
@@ -312,6 +325,29 @@ def test_ranks_find_the_same_size_and_train_as_with_it(ranks: Ranks) -> None:
             assert values == pytest.approx(fixed.train_step(batch), rel=1e-9)
 
 
+@on_processes(2)
+def test_ranks_leave_out_a_size_for_which_one_has_no_memory(ranks: Ranks) -> None:
+    world = World(CPU, ranks.rank, ranks.size)
+
+    def full(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
+        if ranks.rank == 1 and len(inputs[0]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for most in (2, 0):
+        with pytest.MonkeyPatch.context() as patch:
+            on_paper(patch, first=1)
+            trainer = measured(config_of(global_batch_size=8), world)
+            trainer.module.visual.register_forward_pre_hook(full)
+            step = share_of(batch_of(0), [4, 4], ranks.rank)
+            if most == 0:
+                with pytest.raises(OutOfMemory, match="in a trial with 1 pair at a time; set --mi"):
+                    trainer.train_step(step)
+                continue
+            for _ in range(2):
+                trainer.train_step(step)
+        assert (trainer.division.rows, trainer.division.measures) == (2, False)
+
+
 def test_auto_is_a_fixed_size_on_the_cpu_and_with_batch_normalisation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -380,15 +416,13 @@ def test_kept_activations_change_nothing_and_spare_forward_passes(kept: int) -> 
 
 @pytest.mark.usefixtures("paper")
 def test_out_of_memory_says_what_needs_less() -> None:
-    def stopped(trainer: Trainer, message: str, steps: int = 0, kept: int = 0) -> None:
+    def stopped(trainer: Trainer, message: str, kept: int = 0) -> None:
         def full(_: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            if len(inputs[0]) > (4 if steps else 1):
+            if len(inputs[0]) > 1:
                 raise torch.OutOfMemoryError("CUDA out of memory")
 
         trainer.module.visual.register_forward_pre_hook(full)
         trainer.division.kept = kept
-        for _ in range(steps):
-            trainer.train_step(batch_of(0))
         with pytest.raises(OutOfMemory, match=message):
             trainer.train_step(batch_of(0))
 
@@ -398,4 +432,4 @@ def test_out_of_memory_says_what_needs_less() -> None:
     by_tokens = trainer_of(config)
     by_tokens.division._tokens = 99
     stopped(by_tokens, "at most 99 tokens at a time .*smaller --micro-batch-tokens, --")
-    stopped(measured(config), "in a trial with 8 pairs at a time; set --micro-batch-", steps=1)
+    stopped(measured(config), "in a trial with 2 pairs at a time; set --micro-batch-size to a sma")

@@ -15,7 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megabatch.models.images import PatchConvolution, PixelNormalization
 from megabatch.models.towers import Tower, tower_of
-from megabatch.torch_internals import configure_compiler, mark_compiled_in_place
+from megabatch.torch_internals import (
+    configure_compiler,
+    draw_random_numbers_as_uncompiled,
+    mark_compiled_in_place,
+)
 
 
 def blocks(module: nn.Module) -> list[nn.Module]:
@@ -80,6 +84,11 @@ def compile_blocks(
         # Outside of graphs the kernels of these only copy and convert pixels.
         if isinstance(layer, (PixelNormalization, PatchConvolution)) and layer not in inside:
             lists[name] = [layer]
+    of_blocks = [block.forward for members in lists.values() for block in members]
+    if any(getattr(forward, "func", None) is checkpoint for forward in of_blocks):
+        # Inductor's own numbers are others in a graph that computes again than in the one without
+        # gradients: gradient caching's second pass would have another dropout than the first.
+        draw_random_numbers_as_uncompiled()
     # Blocks that differ in a constant, such as a rate of stochastic depth, share no graphs.
     configure_compiler(8 * max(map(len, lists.values()), default=1))
     for name, members in lists.items():

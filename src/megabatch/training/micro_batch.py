@@ -114,12 +114,13 @@ class Room:
 
 
 def search(
-    attempt: Callable[[int], Trial], first: int, trial: Trial, room: Room
+    attempt: Callable[[int], Trial | None], first: int, trial: Trial, room: Room
 ) -> dict[int, Trial]:
     """Try sizes, doubled while that is worth it, and a rank's whole share; returns the trials.
 
     Args:
-        attempt: measures a size, the same on all ranks.
+        attempt: measures a size, the same on all ranks; None if memory runs out, as it may with all
+            texts in one micro-batch, where each is as long as the longest.
         first: the first size. trial: its measurements.
         room: what sizes have to fit in.
     """
@@ -132,7 +133,7 @@ def search(
         if not (worth_it and quick(size, expected) and room.fits(size, expected)):
             continue
         found = attempt(size)
-        if not room.fits(size, found):
+        if found is None or not room.fits(size, found):
             continue
         best = min(room.seconds(each, one) for each, one in tried.items())
         in_vain = 0 if room.seconds(size, found) * (1 + GAIN) < best else in_vain + 1
@@ -215,7 +216,7 @@ class Division:
             return False
         # Graphs of this size would be compiled for the trial alone.
         with without_a_trace(self._layout), torch.compiler.set_stance("force_eager"):
-            first = self._agreed(trials, self.rows)
+            first = self._first(trials)
         left = usable_memory(world.device) - torch.cuda.memory_allocated(world.device)
         # There will be gradients and AdamW's state, of each shard or of all weights, and features
         # with their gradients, of which a sum is in float32.
@@ -244,7 +245,7 @@ class Division:
         peak = torch.cuda.max_memory_allocated(world.device)
         free, rows = usable_memory(world.device), self.rows
         with without_a_trace(self._layout):
-            first = self._agreed(trials, rows)
+            first = self._first(trials)
             own = (-free, self._waiting or peak, peak - first.peak / trials.longer)
             usable, waiting, beside = map(max, zip(*world.gather(own), strict=True))
             room = Room(self._share, world.size, -usable, waiting, beside, self._bound)
@@ -284,17 +285,28 @@ class Division:
         if self.measures and all(self._layout.world.gather(same)):
             (self.rows, self.kept), self.measures = state["made"], False
 
-    def _agreed(self, trials: Trials, size: int) -> Trial:
-        """A trial, with the largest measurements of all ranks."""
+    def _first(self, trials: Trials) -> Trial:
+        """A trial of the present size."""
+        trial = self._agreed(trials, self.rows)
+        if trial is None:
+            raise OutOfMemory(
+                f"out of memory in a trial with {plural(self.rows, 'pair')} at a time; set "
+                "--micro-batch-size to a smaller number"
+            )
+        return trial
+
+    def _agreed(self, trials: Trials, size: int) -> Trial | None:
+        """A trial, with the largest measurements of all ranks; None if memory ran out on one."""
         world = self._layout.world
         try:
-            own = trials(size)
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"rank {world.rank}: out of memory in a trial with {plural(size, 'pair')} at a "
-                "time; set --micro-batch-size to a smaller number"
-            ) from error
-        found = world.gather(astuple(own))
+            own = astuple(trials(size))
+        except torch.OutOfMemoryError:
+            own = None
+            self._layout.module.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+        found = world.gather(own)
+        if None in found:
+            return None
         return Trial(*map(max, zip(*found, strict=True))).times(trials.longer)
 
 
