@@ -28,21 +28,43 @@ _WARPS = {16: 1, 32: 2, 64: 4}
 
 
 @operator("short_attention")
-def short_attention(qkv: Tensor, causal: bool) -> Tensor:
+def short_attention(
+    qkv: Tensor,
+    causal: bool,
+    seen: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: Tensor | None = None,
+) -> Tensor:
     """Attention (n, length, heads, width) of queries, keys and values (n, length, 3, heads, width).
 
     In float16 or bfloat16, with sums in float32. The logits' scale is 1 / sqrt(width).
+
+    Args:
+        qkv: see above.
+        causal: whether tokens see only those before them.
+        seen: bool (n, length), False for tokens that none sees, such as padding; a sequence of
+            these alone gives zeros. None: all are seen.
+        dropout: the share of probabilities that are dropped; others grow by 1 / (1 - dropout).
+        seed: of what is dropped, int64 (1,); needed with dropout.
     """
     out = _like_queries(qkv)
-    _launch(attention_forward, qkv, causal, out=out)
+    _launch(attention_forward, qkv, causal, seen, dropout, seed, out=out)
     return out
 
 
 @operator("short_attention_backward")
-def short_attention_gradient(qkv: Tensor, dout: Tensor, causal: bool) -> Tensor:
+def short_attention_gradient(
+    qkv: Tensor,
+    dout: Tensor,
+    causal: bool,
+    seen: Tensor | None,
+    dropout: float,
+    seed: Tensor | None,
+) -> Tensor:
     """The gradient of qkv from that of the output."""
     dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-    _launch(attention_backward, qkv, causal, dout=dout.contiguous(), dqkv=dqkv)
+    options = (causal, seen, dropout, seed)
+    _launch(attention_backward, qkv, *options, dout=dout.contiguous(), dqkv=dqkv)
     return dqkv
 
 
@@ -50,55 +72,64 @@ def _like_queries(qkv: Tensor) -> Tensor:
     return qkv.new_empty(*qkv.shape[:2], *qkv.shape[3:])
 
 
-def _launch(kernel: Any, qkv: Tensor, causal: bool, **tensors: Tensor) -> None:
+def _launch(
+    kernel: Any, qkv: Tensor, causal: bool, seen: Any, dropout: float, seed: Any, **tensors: Tensor
+) -> None:
     n, length, _, heads, width = qkv.shape
     block = max(16, triton.next_power_of_2(length))
     with torch.cuda.device_of(qkv):
         kernel.launch(
             n * heads, qkv=qkv.contiguous(), **tensors, n=n, size=length,
-            HEADS=heads, WIDTH=width, BLOCK=block, CAUSAL=causal, num_warps=_WARPS[block],
+            seen=None if seen is None else seen.contiguous(), seed=seed if dropout else None,
+            HEADS=heads, WIDTH=width, BLOCK=block, CAUSAL=causal, DROPOUT=dropout,
+            num_warps=_WARPS[block],
         )  # fmt: skip
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, bool], output: Tensor) -> None:
-    qkv, ctx.causal = inputs
-    ctx.save_for_backward(qkv)
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    qkv, ctx.causal, seen, ctx.dropout, seed = inputs + (None, 0.0, None)[len(inputs) - 2 :]
+    ctx.save_for_backward(qkv, seen, seed)
 
 
-def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor, None]:
-    (qkv,) = ctx.saved_tensors
-    return short_attention_gradient(qkv, dout, ctx.causal), None
+def _gradient(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, seen, seed = ctx.saved_tensors
+    dqkv = short_attention_gradient(qkv, dout, ctx.causal, seen, ctx.dropout, seed)
+    return dqkv, *(None,) * (len(ctx.needs_input_grad) - 1)
 
 
-short_attention.register_fake(lambda qkv, causal: _like_queries(qkv))
+short_attention.register_fake(lambda qkv, *_: _like_queries(qkv))
 short_attention_gradient.register_fake(
-    lambda qkv, dout, causal: torch.empty_like(qkv, memory_format=torch.contiguous_format)
+    lambda qkv, *_: torch.empty_like(qkv, memory_format=torch.contiguous_format)
 )
 short_attention.register_autograd(_gradient, setup_context=_save)
 
 
 @kernel
 def attention_forward(
-    qkv, out, n, size,
+    qkv, out, n, size, seen, seed,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """One head's output for one sequence."""
     place, inside = _places(n, size, HEADS, WIDTH, BLOCK, 1)
-    _, _, v, p, _ = _probabilities(qkv, n, size, HEADS, WIDTH, BLOCK, CAUSAL)
+    _, _, v, p, _ = _probabilities(qkv, n, size, seen, HEADS, WIDTH, BLOCK, CAUSAL)
+    p *= _kept(n, size, seed, HEADS, BLOCK, DROPOUT)
     tl.store(out + place, tl.dot(p.to(v.dtype), v).to(v.dtype), mask=inside)
 
 
 @kernel
 def attention_backward(
-    qkv, dout, dqkv, n, size,
+    qkv, dout, dqkv, n, size, seen, seed,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
+    DROPOUT: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the same head's queries, keys and values."""
     of_out, inside = _places(n, size, HEADS, WIDTH, BLOCK, 1)
-    q, k, v, p, place = _probabilities(qkv, n, size, HEADS, WIDTH, BLOCK, CAUSAL)
+    q, k, v, p, place = _probabilities(qkv, n, size, seen, HEADS, WIDTH, BLOCK, CAUSAL)
     do = tl.load(dout + of_out, mask=inside, other=0.0)
-    dv = tl.dot(tl.trans(p.to(v.dtype)), do)
-    dp = tl.dot(do, tl.trans(v))
+    kept = _kept(n, size, seed, HEADS, BLOCK, DROPOUT)
+    dv = tl.dot(tl.trans((p * kept).to(v.dtype)), do)
+    dp = tl.dot(do, tl.trans(v)) * kept
     ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * WIDTH**-0.5).to(v.dtype)
     tl.store(dqkv + place, tl.dot(ds, k).to(v.dtype), mask=inside)
     tl.store(dqkv + place + HEADS * WIDTH, tl.dot(tl.trans(ds), q).to(v.dtype), mask=inside)
@@ -107,7 +138,7 @@ def attention_backward(
 
 @triton.jit
 def _probabilities(
-    qkv, n, size,
+    qkv, n, size, seen,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Queries, keys, values, their probabilities (queries x keys), and the queries' places."""
@@ -116,12 +147,34 @@ def _probabilities(
     k = tl.load(qkv + place + HEADS * WIDTH, mask=inside, other=0.0)
     v = tl.load(qkv + place + 2 * HEADS * WIDTH, mask=inside, other=0.0)
     rows = tl.arange(0, BLOCK)
-    seen = (rows < size)[None, :]
+    shown = (rows < size)[None, :]
     if CAUSAL:
-        seen = seen & (rows[None, :] <= rows[:, None])
-    s = tl.where(seen, tl.dot(q, tl.trans(k)) * (WIDTH**-0.5 * LOG2E), float("-inf"))
-    p = tl.exp2(s - tl.max(s, 1)[:, None])
-    return q, k, v, p / tl.sum(p, 1)[:, None], place
+        shown = shown & (rows[None, :] <= rows[:, None])
+    if seen is not None:
+        tokens = (tl.program_id(0) % n).to(tl.int64) * size + rows
+        shown = shown & (tl.load(seen + tokens, mask=rows < size, other=0) != 0)[None, :]
+    s = tl.where(shown, tl.dot(q, tl.trans(k)) * (WIDTH**-0.5 * LOG2E), float("-inf"))
+    highest = tl.max(s, 1)
+    if seen is not None:
+        highest = tl.maximum(highest, -1e30)  # not infinite where nothing is shown
+    p = tl.exp2(s - highest[:, None])
+    total = tl.sum(p, 1)
+    if seen is not None:
+        total = tl.maximum(total, 1.0)  # at least that where something is shown
+    return q, k, v, p / total[:, None], place
+
+
+@triton.jit
+def _kept(n, size, seed, HEADS: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
+    """What dropout multiplies the probabilities by: 0 or 1 / (1 - DROPOUT)."""
+    if DROPOUT == 0:
+        return 1.0
+    else:  # Triton compiles what follows a `return` of one branch
+        sequence, head = tl.program_id(0) % n, tl.program_id(0) // n
+        rows = tl.arange(0, BLOCK)
+        queries = (sequence.to(tl.int64) * HEADS + head) * size + rows
+        drawn = tl.rand(tl.load(seed), queries[:, None] * size + rows[None, :])
+        return tl.where(drawn < DROPOUT, 0.0, 1 / (1 - DROPOUT))
 
 
 @triton.jit
