@@ -31,9 +31,10 @@ def blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def use_fast_blocks(module: nn.Module, *, kernels: bool | None = None) -> None:
-    """Give open_clip's transformers a faster forward pass in place; weights and features stay.
+    """Give transformers a faster forward pass in place; weights and features stay.
 
-    Call this before the functions below, which wrap the blocks' forward passes.
+    open_clip's get other blocks, and those of the library transformers other attention. Call this
+    before the functions below, which wrap the blocks' forward passes.
 
     Args:
         module: the model, with the interface of `Towers.module`.
@@ -44,6 +45,12 @@ def use_fast_blocks(module: nn.Module, *, kernels: bool | None = None) -> None:
         from megabatch.models.fast_blocks import replace_blocks
 
         replace_blocks(module, kernels)
+    if "transformers.modeling_utils" in sys.modules:
+        try:
+            from megabatch.models.text_attention import use_short_attention
+        except ImportError:  # Triton is missing, or transformers has no registries yet
+            return
+        use_short_attention(module, kernels)
 
 
 def with_fast_blocks(module: nn.Module, *, kernels: bool) -> nn.Module:
