@@ -31,7 +31,7 @@ TYPES = (
     | dict.fromkeys(("row_upstream", "col_upstream", "row_extremes", "col_extremes"), "*fp32")
     | dict.fromkeys(("partials", "teacher_scale", "own", "scale_grad_parts"), "*fp32")
     | dict.fromkeys(("lse", "delta"), "*fp32")
-    | {"sums": "*fp64"}
+    | {"sums": "*fp64", "seen": "*i1", "seed": "*i64"}
 )
 STACKS = dict.fromkeys(("rows", "cols", "gradient", "drows", "dcols", "out"), "*fp32")
 #: Constants, and arguments that are None, of those kernels that have them.
@@ -46,7 +46,8 @@ LONG, UNEVEN, HALF = {"ROW_TILES": 8}, {"EVEN_N": False, "EVEN": False}, {"TRIAN
 GUIDED = TILE | {"DIAGONAL": 1, "PAIRED": True, "COLS": False, "col_upstream": None}
 GUIDED |= {"col_extremes": None}
 TARGETS = TILE | {"DIAGONAL": 1, "GROUP": 8}
-SHORT = {"HEADS": 12, "WIDTH": 64, "BLOCK": 64, "CAUSAL": True}
+TEXTS = {"HEADS": 12, "WIDTH": 64, "BLOCK": 64, "CAUSAL": False, "DROPOUT": 0.1}
+SHORT = TEXTS | {"CAUSAL": True, "DROPOUT": 0.0, "seen": None, "seed": None}
 BLOCKS = SHORT | {"ROWS": 64, "PARTLY": False, "REST": 16, "CAUSAL": False, "STAGES": 3}
 ROWS = {"ROWS": 16, "COLS": 128, "CHOOSE": True, "GAIN": 32768.0}
 #: name -> (kernel, dtype, warps, constants)
@@ -69,6 +70,8 @@ KERNELS: dict[str, tuple[Any, str, int, dict[str, Any]]] = {
     "scale rows": (blocks.scaled_rows, "fp16", 4, ROWS),
     "short attention": (short_attention.attention_forward, "bf16", 4, SHORT),
     "short attention, gradients": (short_attention.attention_backward, "bf16", 4, SHORT),
+    "texts' attention": (short_attention.attention_forward, "bf16", 4, TEXTS),
+    "texts' attention, gradients": (short_attention.attention_backward, "bf16", 4, TEXTS),
     "attention": (block_attention.attention_of_blocks, "bf16", 4, BLOCKS),
     "attention of queries": (block_attention.attention_of_queries, "bf16", 4, BLOCKS),
     "attention of keys": (block_attention.attention_of_keys, "bf16", 4, BLOCKS),

@@ -40,6 +40,7 @@ BOUNDS = {
     ),
 }
 ATTENTION = ("short attention", "short attention, gradients")
+ATTENTION += ("texts' attention", "texts' attention, gradients")
 ATTENTION += ("attention", "attention of queries", "attention of keys")
 BOUNDS |= {
     f"{name}@{capability}": Bounds(1, SMALLEST, 0) for name in ATTENTION for capability in (80, 90)
