@@ -17,7 +17,12 @@ pytest.importorskip("megabatch.models.text_attention", exc_type=ImportError)
 import transformers
 
 from megabatch.models import text_attention
-from megabatch.models.blocks import checkpoint_activations, compile_blocks, use_fast_blocks
+from megabatch.models.blocks import (
+    checkpoint_activations,
+    compile_blocks,
+    use_fast_blocks,
+    with_fast_blocks,
+)
 from megabatch.models.huggingface import TextEncoder
 from megabatch.models.text_attention import NAME
 from tests.models.test_blocks import Counting
@@ -191,6 +196,14 @@ def test_choices_of_the_user_stay() -> None:
     plain = bert()
     use_fast_blocks(plain, kernels=False)
     assert plain.text.encoder.config._attn_implementation == "sdpa"
+
+
+def test_a_copy_for_plans() -> None:
+    own: Any = bert()
+    made: Any = with_fast_blocks(own, kernels=True)
+    kinds = [box.text.encoder.config._attn_implementation for box in (own, made)]
+    assert kinds == ["sdpa", NAME]
+    assert next(made.parameters()) is next(own.parameters())
 
 
 def test_images_take_the_kernels_too() -> None:

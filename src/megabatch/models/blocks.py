@@ -54,8 +54,9 @@ def use_fast_blocks(module: nn.Module, *, kernels: bool | None = None) -> None:
 
 
 def with_fast_blocks(module: nn.Module, *, kernels: bool) -> nn.Module:
-    """A copy of open_clip's model with its weights, after `use_fast_blocks`; others as they are."""
-    if not any(type(part).__module__.startswith("open_clip.") for part in module.modules()):
+    """A copy of a model with its weights, after `use_fast_blocks`, which leaves others as is."""
+    known = ("open_clip.", "transformers.")
+    if not any(type(part).__module__.startswith(known) for part in module.modules()):
         return module
     shared = [*module.parameters(), *module.buffers()]
     module = copy.deepcopy(module, {id(tensor): tensor for tensor in shared})
