@@ -88,7 +88,9 @@ def main() -> None:
         trainer, whole = prepared(model, rows, options)
         for size, kept in zip(options.batch_sizes, options.kept, strict=True):
             if kept > -(-size // rows):
-                raise SystemExit(f"--kept {kept}: {size} pairs are {-(-size // rows)} micro-batches")
+                raise SystemExit(
+                    f"--kept {kept}: {size} pairs are {-(-size // rows)} micro-batches"
+                )
             count = min(options.micro_batches, -(-size // rows))
             n = min(size, rows * count)
             batch = Batch(whole.images[:n], whole.texts[:n], torch.arange(n))
