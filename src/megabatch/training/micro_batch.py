@@ -302,8 +302,6 @@ class Division:
             own = astuple(trials(size))
         except torch.OutOfMemoryError:
             own = None
-            self._layout.module.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
         found = world.gather(own)
         if None in found:
             return None
