@@ -1,0 +1,150 @@
+"""Measurements one after the other on each GPU, the most important first, as many as time allows.
+
+    OUT=/tmp/out python experiments/next/queue.py --seconds 580 [--study GPUS] [--only NAME ...]
+
+A job starts on the first free GPU if its expected seconds are left, and is ended at the deadline.
+Jobs of one `pin` share a GPU, as H200s differ by 5%: what is compared is measured on one. Those that
+are done are named in `--done` (a file; the next call on the same machine leaves them out).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+OUT = Path(os.environ["OUT"])
+BENCH, RES = "python3 benchmarks/", "benchmarks/results/"
+
+
+class Job(NamedTuple):
+    name: str
+    seconds: float  # on an H200, compilation included
+    command: str
+    pin: int | None = None  # the GPU
+    memory: int = 70  # GB that it needs
+
+
+def throughput(name: str, rest: str) -> str:
+    return f"{BENCH}throughput.py --output {OUT}/{name}.json {rest}"
+
+
+def steps(model: str, kept: str, rest: str = "") -> str:
+    return f"{BENCH}step_time.py --models {model} --kept {kept} --output {OUT}/step-{model}.json {rest}"
+
+
+def retriever(name: str, rest: str) -> str:
+    return f"{BENCH}retriever.py --mini-batch-tokens 65536 --lr 2e-4 --output {OUT}/{name}.json {rest}"
+
+
+def whole(precision: str) -> str:
+    data = "--train-data /tmp/data/icons32/train --val-data /tmp/data/icons32/test"
+    model = "--set model=machinery.icon_towers:icon_small force_image_size=32 lr=0.002 torchcompile=True"
+    return (f"{BENCH}same_accuracy.py {data} {model} --contenders cached --micro-batches 2 --batch-size "
+            f"2048 --steps 256 --seeds 3 --device cuda --precision {precision} "
+            f"--output {OUT}/precision-{precision}.json")
+
+
+L, B16, B32 = "--models ViT-L-14", "--models ViT-B-16", "--models ViT-B-32"
+OURS, OPEN = "--contenders megabatch", "--contenders openclip-compiled"
+JOBS = (
+    # Issue 43. ViT-L/14: both contenders on GPU 0 of one machine, in two calls if need be.
+    Job("l14", 330, throughput("l14", f"{L} --batch-sizes 32768 {OURS} --steps 2"), 0, 130),
+    Job("tests", 90, "python3 -m pytest -q -p no:cacheprovider -m gpu tests/models tests/training -n 4", 1),
+    Job("b16", 120, throughput("b16", f"{B16} --batch-sizes 32768 4096 {OURS} --steps 3"), 1, 130),
+    Job("b32", 110, throughput("b32", f"{B32} --batch-sizes 32768 4096 {OURS} --steps 3"), 1),
+    Job("l14-openclip", 280, throughput("l14-openclip", f"{L} --batch-sizes 32768 {OPEN} --micro-batch-sizes 256 --steps 2"), 0, 130),
+    Job("st-library", 240, retriever("st-library", "--steps 60 --every 10 --contenders sentence-transformers")),
+    Job("st-ours", 90, retriever("st-ours", "--steps 60 --every 10 --contenders megabatch --kept-mini-batches 16")),
+    Job("steps-l14", 100, steps("ViT-L-14", "0 1"), None, 130),
+    Job("steps-b32", 70, steps("ViT-B-32", "2 4")),
+    Job("steps-b16", 80, steps("ViT-B-16", "3 3"), None, 130),
+    Job("openclip-trainer", 200, f"{BENCH}openclip_trainer.py --device cuda --processes 1 --model ViT-B-32 --batch-size 32768 --accum-freq 64 --steps 5 --precision amp_bf16 --options '--workers 14 --torchcompile' --contenders megabatch --output {OUT}/openclip-trainer-compiled-ours.json"),
+    # With other rows (micro-batches) of OpenCLIP, whose best ones count.
+    Job("fp8-bigG", 120, f"python3 .sim/blocks.py --models ViT-bigG-14 --rows 128 --size 512 --steps 3 --variants all fp8 --output {OUT}/fp8-bigG.json", None, 130),
+    Job("fp8-H", 120, f"python3 .sim/blocks.py --models ViT-H-14 --rows 256 --size 1024 --steps 3 --variants all fp8 --output {OUT}/fp8-H.json", None, 130),
+    Job("whole-bf16", 110, whole("bf16")),
+    Job("whole-fp8", 140, whole("fp8")),
+    # Issue 41.
+    Job("single-gpu", 160, f"{BENCH}single_gpu.py --only 16 --only 17 --only 18 --only 19 --only 20 --only 21 --output {OUT}/single-gpu-rest.json"),
+    Job("st-library-compiled", 280, retriever("st-library-compiled", "--steps 30 --every 10 --compile --contenders sentence-transformers")),
+    Job("st-ours-compiled", 220, retriever("st-ours-compiled", "--steps 30 --every 10 --compile --contenders megabatch --kept-mini-batches 16")),
+    Job("st-trainer", 90, retriever("st-trainer", "--steps 60 --every 10 --contenders trainer")),
+    Job("b16-rows", 330, throughput("b16-rows", f"{B16} --batch-sizes 32768 {OPEN} --micro-batch-sizes 512 1024 2048 --steps 3"), None, 130),
+    Job("l14-rows", 330, throughput("l14-rows", f"{L} --batch-sizes 4096 {OPEN} --micro-batch-sizes 128 256 512 --steps 3"), None, 130),
+    Job("b16-rows-4096", 150, throughput("b16-rows-4096", f"{B16} --batch-sizes 4096 {OPEN} --micro-batch-sizes 512 1024 --steps 3"), None, 130),
+    Job("exactness", 60, f"{BENCH}exactness.py --output {OUT}/exactness.json"),
+    Job("losses", 240, f"{BENCH}losses.py --budget-seconds 230 --output {OUT}/losses.json"),
+    Job("st-bert-library", 420, retriever("st-bert-library", "--model bert-base --steps 30 --every 10 --contenders sentence-transformers")),
+    Job("st-bert-ours", 200, retriever("st-bert-ours", "--model bert-base --steps 30 --every 10 --contenders megabatch --kept-mini-batches 8")),
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=580)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--study", type=int, default=0, help="the last GPUs, for batch_study.py")
+    parser.add_argument("--data", default="texts icons", help="of the study")
+    parser.add_argument("--only", nargs="+")
+    parser.add_argument("--done", type=Path, default=Path("/tmp/done.txt"))
+    o = parser.parse_args()
+    ends = time.monotonic() + o.seconds
+    if not o.gpus:
+        o.gpus = len(subprocess.run(["nvidia-smi", "-L"], text=True, stdout=subprocess.PIPE).stdout.splitlines())
+    total = subprocess.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"], text=True, stdout=subprocess.PIPE).stdout.split()  # fmt: skip
+    memory = int(total[0]) / 1000 if total else 0
+    done = set(o.done.read_text().split()) if o.done.exists() else set()
+    waiting = [j for j in JOBS if j.name not in done and j.memory < memory and (not o.only or j.name in o.only)]
+    lock, workers = threading.Lock(), o.gpus - o.study
+
+    def take(gpu: int) -> Job | None:
+        left = ends - time.monotonic() - 5
+        with lock:
+            for job in waiting:
+                pinned = job.pin is not None and job.pin % workers != gpu
+                if job.seconds <= left and not pinned:
+                    waiting.remove(job)
+                    return job
+        return None
+
+    def run(name: str, command: str, gpus: str) -> int:
+        began, environment = time.monotonic(), {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+        limit = max(1.0, ends - began)
+        with (OUT / f"{name}.txt").open("w") as log:
+            code = subprocess.run(["timeout", "-k", "3", f"{limit:.0f}", *shlex.split(command)], stdout=log, stderr=subprocess.STDOUT, env=environment).returncode  # fmt: skip
+        print(f"{name}: rc {code}, {time.monotonic() - began:.0f} s on GPU {gpus}", flush=True)
+        return code
+
+    def work(gpu: int) -> None:
+        while job := take(gpu):
+            if run(job.name, job.command, str(gpu)) == 0:
+                with lock, o.done.open("a") as file:
+                    file.write(job.name + "\n")
+
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(workers)]
+    if o.study:
+        own = ",".join(map(str, range(workers, o.gpus)))
+        budget = ends - time.monotonic() - 30
+        study = (f"{BENCH}batch_study.py --data {o.data} --icons /tmp/data/icons.npz --texts /tmp/data/texts.npz "
+                 f"--output /tmp/bs.json --gpus {o.study} --budget-seconds {budget:.0f}")  # fmt: skip
+        threads.append(threading.Thread(target=run, args=("study", study, own)))
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    subprocess.run(["cp", "/tmp/bs.json", str(OUT)], stderr=subprocess.DEVNULL)
+    for name in sorted(OUT.glob("*.txt")):
+        lines = [line for line in name.read_text(errors="replace").splitlines() if line.strip() and "arn" not in line]
+        print(f"== {name.name}", *(line[:220] for line in lines[-6:]), sep="\n", flush=True)
+    # At most eight files come back.
+    subprocess.run(f"cd {OUT} && tar czf all.tgz *.txt *.json && rm -f *.txt *.json", shell=True)
+
+
+if __name__ == "__main__":
+    main()
