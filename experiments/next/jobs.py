@@ -1,6 +1,6 @@
 """Measurements one after the other on each GPU, the most important first, as many as time allows.
 
-    OUT=/tmp/out python experiments/next/queue.py --seconds 580 [--study GPUS] [--only NAME ...]
+    OUT=/tmp/out python experiments/next/jobs.py --seconds 580 [--study GPUS] [--only NAME ...]
 
 A job starts on the first free GPU if its expected seconds are left, and is ended at the deadline.
 Jobs of one `pin` share a GPU, as H200s differ by 5%: what is compared is measured on one. Those that
