@@ -42,6 +42,13 @@ def patches(variant):
             "megabatch.training.trainer.compile_blocks",
             lambda module, varying=(): compile_blocks(module, ["image", "text"]),
         )
+    if variant == "old-gelu":
+        import old_kernels
+
+        from megabatch.models import mlp
+
+        yield mock.patch.object(mlp, "gelu_values", old_kernels.gelu_values)
+        yield mock.patch.object(mlp, "gelu_gradients", old_kernels.gelu_gradients)
     if variant == "torch-attention":
         yield mock.patch.object(fast_blocks, "LONGEST", 64)
 

@@ -53,28 +53,20 @@ def whole(precision: str) -> str:
 L, B16, B32 = "--models ViT-L-14", "--models ViT-B-16", "--models ViT-B-32"
 OURS, OPEN = "--contenders megabatch", "--contenders openclip-compiled"
 JOBS = (
-    # Issue 43. ViT-L/14: both contenders on GPU 0 of one machine, in two calls if need be.
+    # Issue 43. ViT-L/14: both contenders on GPU 0 of one machine, in two calls: 400 s each there.
     Job("l14", 330, throughput("l14", f"{L} --batch-sizes 32768 {OURS} --steps 2"), 0, 130),
-    Job("tests", 90, "python3 -m pytest -q -p no:cacheprovider -m gpu tests/models tests/training -n 4", 1),
-    Job("b16", 120, throughput("b16", f"{B16} --batch-sizes 32768 4096 {OURS} --steps 3"), 1, 130),
-    Job("b32", 110, throughput("b32", f"{B32} --batch-sizes 32768 4096 {OURS} --steps 3"), 1),
-    Job("l14-openclip", 280, throughput("l14-openclip", f"{L} --batch-sizes 32768 {OPEN} --micro-batch-sizes 256 --steps 2"), 0, 130),
-    Job("st-library", 240, retriever("st-library", "--steps 60 --every 10 --contenders sentence-transformers")),
-    Job("st-ours", 90, retriever("st-ours", "--steps 60 --every 10 --contenders megabatch --kept-mini-batches 16")),
-    # Kernels of short texts: table of both, and the trainer's steps of real batches.
-    Job("steps-texts", 130, f"{BENCH}step_time.py --models minilm bert-base --kept 2 8 --output {OUT}/step-texts.json", 1),
-    Job("steps-texts-sdpa", 130, f"python3 .sim/without_short.py benchmarks/step_time.py --models minilm bert-base --kept 2 8 --output {OUT}/step-texts-sdpa.json", 1),
-    Job("st-trainer", 90, retriever("st-trainer", "--steps 60 --every 10 --contenders trainer"), 1),
+    Job("tests", 90, "python3 -m pytest -q -p no:cacheprovider -m gpu tests/models tests/training -n 4 --timeout 200", 1),
+    # Texts: the trainer's steps of real batches and the profiled ones, with and without our attention.
+    Job("st-trainer", 110, retriever("st-trainer", "--steps 60 --every 10 --contenders trainer"), 1),
     Job("st-trainer-sdpa", 110, "python3 .sim/without_short.py " + retriever("st-trainer-sdpa", "--steps 60 --every 10 --contenders trainer").removeprefix("python3 "), 1),
-    Job("steps-l14", 100, steps("ViT-L-14", "0 1"), None, 130),
-    Job("steps-b32", 70, steps("ViT-B-32", "2 4")),
-    Job("steps-b16", 80, steps("ViT-B-16", "3 3"), None, 130),
+    Job("host", 60, "python3 .sim/host.py", 1),
+    Job("host-sdpa", 60, "python3 .sim/without_short.py .sim/host.py", 1),
+    Job("l14-openclip", 320, throughput("l14-openclip", f"{L} --batch-sizes 32768 {OPEN} --micro-batch-sizes 256 --steps 2"), 0, 130),
     Job("openclip-trainer", 200, f"{BENCH}openclip_trainer.py --device cuda --processes 1 --model ViT-B-32 --batch-size 32768 --accum-freq 64 --steps 5 --precision amp_bf16 --options '--workers 14 --torchcompile' --contenders megabatch --output {OUT}/openclip-trainer-compiled-ours.json"),
-    # With other rows (micro-batches) of OpenCLIP, whose best ones count.
-    Job("fp8-bigG", 120, f"python3 .sim/blocks.py --models ViT-bigG-14 --rows 128 --size 512 --steps 3 --variants all fp8 --output {OUT}/fp8-bigG.json", None, 130),
-    Job("fp8-H", 120, f"python3 .sim/blocks.py --models ViT-H-14 --rows 256 --size 1024 --steps 3 --variants all fp8 --output {OUT}/fp8-H.json", None, 130),
     Job("whole-bf16", 110, whole("bf16")),
     Job("whole-fp8", 140, whole("fp8")),
+    Job("steps-texts", 130, f"{BENCH}step_time.py --models minilm bert-base --kept 1 8 --output {OUT}/step-texts.json", 1),
+    Job("steps-texts-sdpa", 130, f"python3 .sim/without_short.py benchmarks/step_time.py --models minilm bert-base --kept 1 8 --output {OUT}/step-texts-sdpa.json", 1),
     # Issue 41.
     Job("single-gpu", 160, f"{BENCH}single_gpu.py --only 16 --only 17 --only 18 --only 19 --only 20 --only 21 --output {OUT}/single-gpu-rest.json"),
     Job("st-library-compiled", 280, retriever("st-library-compiled", "--steps 30 --every 10 --compile --contenders sentence-transformers")),
@@ -82,7 +74,6 @@ JOBS = (
     Job("b16-rows", 330, throughput("b16-rows", f"{B16} --batch-sizes 32768 {OPEN} --micro-batch-sizes 512 1024 2048 --steps 3"), None, 130),
     Job("l14-rows", 330, throughput("l14-rows", f"{L} --batch-sizes 4096 {OPEN} --micro-batch-sizes 128 256 512 --steps 3"), None, 130),
     Job("b16-rows-4096", 150, throughput("b16-rows-4096", f"{B16} --batch-sizes 4096 {OPEN} --micro-batch-sizes 512 1024 --steps 3"), None, 130),
-    Job("exactness", 60, f"{BENCH}exactness.py --output {OUT}/exactness.json"),
     Job("losses", 240, f"{BENCH}losses.py --budget-seconds 230 --output {OUT}/losses.json"),
     Job("st-bert-library", 420, retriever("st-bert-library", "--model bert-base --steps 30 --every 10 --contenders sentence-transformers")),
     Job("st-bert-ours", 200, retriever("st-bert-ours", "--model bert-base --steps 30 --every 10 --contenders megabatch --kept-mini-batches 8")),
