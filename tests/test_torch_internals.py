@@ -18,8 +18,9 @@ import megabatch
 from megabatch import torch_internals
 
 SOURCES = Path(megabatch.__file__).parent
-#: Attributes that begin with an underscore and belong to this project, or to Python itself.
-OWN = re.compile(r"_replace|_asdict|_fields|_exit|_make|__\w+__")
+#: Attributes that begin with an underscore and belong to this project, to Python itself, or to the
+#: models of transformers, whose guide for their authors names it.
+OWN = re.compile(r"_replace|_asdict|_fields|_exit|_make|_attn_implementation|__\w+__")
 
 
 def attention() -> None:
