@@ -87,9 +87,9 @@ def main() -> None:
         rows = options.micro_batch_size or MODELS[model]
         trainer, whole = prepared(model, rows, options)
         for size, kept in zip(options.batch_sizes, options.kept, strict=True):
-            if kept > -(-size // rows):
+            if kept > (most := -(-size // rows)):
                 raise SystemExit(
-                    f"--kept {kept}: {size} pairs are {-(-size // rows)} micro-batches"
+                    f"--kept {kept}: expected at most {most}, the micro-batches of {size:,} pairs"
                 )
             count = min(options.micro_batches, -(-size // rows))
             n = min(size, rows * count)

@@ -70,7 +70,7 @@ class Dropping(nn.Module):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.usefixtures("graphs")
 def test_dropout_is_the_same_with_and_without_gradients(checkpointed: bool, device: str) -> None:
-    """As both passes of gradient caching need it, by inductor too."""
+    """Both passes of gradient caching need this of any compiler; here it is inductor."""
     model, x = Dropping().to(device), torch.randn(16, 8, device=device)
     with torch._inductor.config.patch(fallback_random=False):
         if checkpointed:

@@ -43,7 +43,7 @@ def test_values_of_any_strides() -> None:
 
 
 def padding(length: int) -> Tensor:
-    """What is seen of three sequences: padded on the right, on the left, and not at all there."""
+    """The mask of three sequences: one is padded on the right, one on the left, one is empty."""
     places = torch.arange(length, device=DEVICE)
     return torch.stack([places <= length // 2, places >= length // 2, places < 0])
 
@@ -87,7 +87,7 @@ def test_tokens_that_none_sees(length: int, width: int, dtype: torch.dtype, caus
 
 
 def kept(length: int, dropout: float, seed: Tensor) -> Tensor:
-    """What dropout keeps, bool (3, 2, length, length): probabilities are equal, values one-hot."""
+    """The mask of dropout, bool (3, 2, length, length), from one-hot values of equal weights."""
     qkv = torch.zeros(3, length, 3, 2, 64, device=DEVICE, dtype=torch.float16)
     qkv[:, :, 2] = torch.eye(length, 64, device=DEVICE)[:, None]
     out = short_attention(qkv, False, None, dropout, seed)[..., :length]

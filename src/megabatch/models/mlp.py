@@ -22,9 +22,9 @@ from megabatch.similarity.triton.launch import kernel
 
 #: Hidden widths are multiples of this number of columns, which a program has.
 COLUMNS = 128
-#: Rows at a time, and rows of a program of the backward pass. Of 13 forms on an H100 and of 5 on an
-#: H200 the fastest, between products as in a step: 0.50 ms forward and 1.08 ms backward for 131,584
-#: rows of 4,096 on the H200, where a copy takes 0.51 (benchmarks/results/gelu.json).
+#: Rows at a time, and rows of a program of the backward pass: the fastest of 13 forms on an
+#: H100 and of 5 on an H200. Between products, as in a step, the H200 takes 0.50 ms forward and 1.08
+#: backward for 131,584 rows of 4,096, and 0.51 for a copy (benchmarks/results/gelu.json).
 _ROWS, _SUMMED = 16, 256
 
 

@@ -166,7 +166,7 @@ def _probabilities(
 
 @triton.jit
 def _kept(seed, BLOCK: tl.constexpr, DROPOUT: tl.constexpr):
-    """What dropout multiplies this program's probabilities by: 0 or 1 / (1 - DROPOUT)."""
+    """The factors by which dropout multiplies probabilities: 0 or 1 / (1 - DROPOUT)."""
     if DROPOUT == 0:
         return 1.0
     else:  # Triton compiles what follows a `return` of one branch
