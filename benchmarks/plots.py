@@ -1,6 +1,6 @@
 """Figures from the records of benchmarks.
 
-    python benchmarks/plots.py benchmarks/results/single-gpu.json
+    python benchmarks/plots.py benchmarks/results/single-gpu.json [more records of one GPU]
     python benchmarks/plots.py benchmarks/results/scaling.json
     python benchmarks/plots.py benchmarks/results/batch-study.json
     python benchmarks/plots.py benchmarks/results/same-accuracy.json
@@ -35,11 +35,9 @@ from page import place
 STYLES = {
     "megabatch": ("#d62728", "o"),
     "megabatch-compiled": ("#ff9896", "o"),
-    "megabatch-graph": ("#e377c2", "o"),
     "megabatch-captured": ("#7b4173", "o"),
     "dense": ("#1f77b4", "s"),
     "dense-compiled": ("#17becf", "s"),
-    "dense-graph": ("#1f3b73", "s"),
     "dense-captured": ("#393b79", "s"),
     "openclip": ("#7f7f7f", "D"),
     "liger": ("#2ca02c", "^"),
@@ -49,7 +47,7 @@ STYLES = {
     "inf-cl": ("#e8a000", ">"),
     "siglip-kernel": ("#008080", "P"),
 }
-LINES = {"-compiled": "--", "-graph": ":", "-captured": "-."}
+LINES = {"-compiled": "--", "-captured": "-."}
 TITLES = {"clip": "CLIP's loss", "siglip": "SigLIP's loss"}
 FIGURES = {
     "time": ("ms", 1.0, "forward + backward, ms"),
@@ -289,13 +287,15 @@ def _curves(runs: list[dict[str, Any]]) -> plt.Figure:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("records", type=Path)
+    parser.add_argument("records", type=Path, nargs="+", help="of several the first is described")
     parser.add_argument("--width", type=int, default=768, help="of the features")
     parser.add_argument("--output", type=Path, help="folder; default: that of the records")
     options = parser.parse_args()
-    content = json.loads(options.records.read_text())
-    everything = content.get("records", [])
-    folder: Path = options.output or options.records.parent
+    first: Path = options.records[0]
+    contents = [json.loads(path.read_text()) for path in options.records]
+    content = contents[0]
+    everything = [record for each in contents for record in each.get("records", [])]
+    folder: Path = options.output or first.parent
     folder.mkdir(parents=True, exist_ok=True)
     figures: dict[str, plt.Figure] = {}
     studies = {"study": batch_study, "comparison": same_accuracy}
@@ -307,7 +307,7 @@ def main() -> None:
     else:
         records = chosen(everything, options.width)
         if not records:
-            parser.error(f"{options.records}: no measured records of width {options.width}")
+            parser.error(f"{first}: no measured records of width {options.width}")
         for name, (field, unit, label) in FIGURES.items():
             figures[f"-{name}"] = figure(records, field, unit, label)
         if {"megabatch", "openclip"} <= {r["contender"] for r in records if r["loss"] == "clip"}:
@@ -316,7 +316,7 @@ def main() -> None:
         # A study goes on on several machines, but its time is that of one GPU.
         on = next((t["gpu"] for t in content.get("times", ())), None) or place(content["machine"])
         made.suptitle(f"{name[1:]}, {on}" if study else f"{on}, bf16, d = {options.width}")
-        path = folder / f"{options.records.stem}{name}.png"
+        path = folder / f"{first.stem}{name}.png"
         made.savefig(path, dpi=130)
         plt.close(made)
         print(path)
