@@ -16,9 +16,10 @@ random shifts of images inside `icon-small` are left out: towers draw them for e
 in micro-batches has others than a whole one.
 
 The output is written after each run and read at the beginning, so each call adds what is missing,
-on as many ranks as torchrun starts. It has each step's loss, retrieval on held-out pairs after the
-last one, and for each contender and number of ranks, compared with dense on one rank: the largest
-difference of losses at the same step of the same seed, and means and deviations over seeds.
+on as many ranks as torchrun starts. It has each step's loss, the median of their times, retrieval
+on held-out pairs after the last one, and for each contender and number of ranks, compared with
+dense on one rank: the largest difference of losses at the same step of the same seed, and means and
+deviations over seeds.
 """
 
 from __future__ import annotations
@@ -100,14 +101,13 @@ def configuration(
         global_batch_size=options.batch_size,
         micro_batch_size=rows,
         activation_memory="0",
-        torchcompile=False,
         steps=options.steps,
         warmup=max(1, options.steps // 10),
         precision=options.precision,
         device=options.device,
         seed=seed,
         workers=0 if options.device == "cpu" else 8,
-        **options.set,
+        **{"torchcompile": False, **options.set},
     )
 
 
@@ -145,9 +145,12 @@ def measure(
         objective=dense(world) if contender == "dense" else None,
     )
     batches = itertools.chain.from_iterable(itertools.repeat(setup.loader))
-    losses = [
-        trainer.train_step(batch)["loss"] for batch in itertools.islice(batches, setup.total_steps)
-    ]
+    losses, seconds = [], []
+    for batch in itertools.islice(batches, setup.total_steps):
+        start = time.perf_counter()
+        losses.append(trainer.train_step(batch)["loss"])  # a number: the step has ended
+        seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated(world.device) if world.device.type == "cuda" else None
     weights = trainer.weights()
     figures: dict[str, Any] = {}
     if world.main:
@@ -160,6 +163,8 @@ def measure(
     return {
         "losses": losses,
         "tests": figures,
+        "step_seconds": round(statistics.median(seconds), 5),
+        "peak_bytes": peak,
         "seconds": round(time.perf_counter() - began, 2),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
@@ -268,7 +273,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--train-data", default="glyphs")
     parser.add_argument("--val-data", help="held-out pairs, if the data are not the glyphs")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32")
     parser.add_argument("--batch-size", type=int, default=512)
     parser.add_argument("--micro-batches", type=int, default=4, help="of a rank, if cached")
     parser.add_argument("--steps", type=int, default=80)

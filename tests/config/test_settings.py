@@ -45,6 +45,7 @@ def test_every_wrong_value_is_named_as_it_is_typed() -> None:
 
 
 INFONCE = {"loss": "infonce", "hard_negatives": 1}
+FP8 = {"precision": "fp8", "torchcompile": False}
 
 
 @pytest.mark.parametrize(
@@ -54,8 +55,9 @@ INFONCE = {"loss": "infonce", "hard_negatives": 1}
         ({"activation_memory": "lots"}, "activation-memory lots: expected a size such as 20GiB or"),
         (
             {"precision": "amp_bf16"},
-            "precision amp_bf16: expected 'auto', 'fp32', 'bf16' or 'fp16'; did",
+            "precision amp_bf16: expected 'auto', 'fp32', 'bf16', 'fp16' or 'fp8'; did",
         ),
+        (FP8, "no-torchcompile: expected compiled blocks with --precision fp8, slow without"),
         ({"loss": "infonse"}, "loss infonse: expected clip, siglip, infonce, maxsim, ntxent, dcl"),
         ({"maxsim_dim": 64}, "maxsim-dim 64: expected with --loss maxsim, got --loss clip"),
         ({"loss": "maxsim", "matryoshka_dims": [8]}, "matryoshka-dims: expected without --loss m"),

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megabatch import GradientCache, InfoNCELoss
+from megabatch.data import Batch
 from megabatch.training import TrainConfig, load_config
 from megabatch.training.trainer import Trainer
 from tests.process_state import changed
@@ -72,6 +73,31 @@ def test_steps_are_those_of_float32_on_the_cpu(
     assert losses[-1] < losses[0] - 0.1
     assert trainer.scaler.is_enabled() == (changes.get("precision") == "fp16")
     assert all(parameter.dtype == torch.float32 for parameter in trainer.module.parameters())
+
+
+def test_float8_products_are_near_bfloat16_and_both_passes_alike() -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no float8 on this GPU")
+
+    def batch(step: int) -> Batch:
+        made = batch_of(step)
+        made.images = made.images.repeat_interleave(2, 2).repeat_interleave(2, 3)
+        return made
+
+    found = {}
+    for precision in ("bf16", "fp8"):
+        torch._dynamo.reset()
+        trainer = trainer_of("cuda", model=ICONS, precision=precision, torchcompile=True)
+        trainer.module.visual.jitter = False
+        found[precision] = [trainer.train_step(batch(step))["loss"] for step in range(LOSSES)]
+        images = batch(0).images.cuda()
+        with trainer._autocast():
+            second = trainer.module(images)["image_features"]
+            with torch.no_grad():
+                assert torch.equal(trainer.module(images)["image_features"], second)
+    assert found["fp8"] == pytest.approx(found["bf16"], rel=3e-2)
+    assert found["fp8"] != found["bf16"]
 
 
 def test_an_overflow_of_fp16_is_left_out_and_the_scale_lowered() -> None:

@@ -163,9 +163,10 @@ class TrainConfig:
     """Clip the gradient to this norm."""
     max_logit_scale: Annotated[float, Field(ge=1)] = 100.0
     """Upper bound of the logit scale (1 / temperature), enforced after each step."""
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = "auto"
     """Autocast dtype of towers and loss (OpenCLIP's amp_bf16 and amp); weights stay in fp32. auto:
-    bf16, but fp32 on a CPU without fast bf16 products."""
+    bf16, but fp32 on a CPU without fast bf16 products. fp8: bf16, but with the blocks' products in
+    float8, for models of ViT-bigG/14's size (docs/recipes.md). Needs torchao."""
     device: Annotated[Device, MAY_CHANGE] = "auto"
     """cpu, cuda, cuda:1 ...; auto: CUDA if available. Each of several processes has its own GPU."""
     parallel: Annotated[Literal["ddp", "fsdp"], MAY_CHANGE] = "ddp"
@@ -262,6 +263,8 @@ def _conflicts(config: TrainConfig) -> Iterator[str]:
     if config.micro_batch_tokens and config.activation_memory not in ("auto", 0):
         given = f"--activation-memory {config.activation_memory}"
         yield f"{given}: expected auto with --micro-batch-tokens {config.micro_batch_tokens}"
+    if config.precision == "fp8" and config.torchcompile is False:
+        yield "--no-torchcompile: expected compiled blocks with --precision fp8, slow without"
     if config.decode == "late" and config.workers == 0:
         yield "--workers 0: expected at least 1 with --decode late, which is their work"
     if config.image_seq_len and config.force_image_size:

@@ -13,7 +13,7 @@ from megabatch.similarity import settings
 from megabatch.similarity.distributed.schedule import round_rows
 from megabatch.similarity.triton.blocking import block_shape, padded
 
-AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 #: Bytes of optimizer state per element of a parameter.
 _STATE = {"adamw": 8.0, "lamb": 8.0, "lars": 4.0, "lion": 4.0, "sgd": 4.0}
 #: Bytes of a sum of products or of a logit: float32.

@@ -362,7 +362,8 @@ class Planner:
         yield Part(name, dict.fromkeys(PHASES, batches * rows * size * each), note)
 
     def _notes(self, config: TrainConfig, tokens: float) -> tuple[str, ...]:
-        notes, machine = [], self.machine
+        machine = self.machine
+        notes = ["products in float8 count as those in bfloat16"] * (config.precision == "fp8")
         if tokens:
             cut = plural(round(tokens), "token")
             notes.append(f"texts in order of length are cut to {cut} on average")

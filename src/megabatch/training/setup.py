@@ -27,6 +27,7 @@ from megabatch.data.sources import open_configured
 from megabatch.errors import UsageError, all_of, naming, plural
 from megabatch.losses.registry import TRAINABLE
 from megabatch.models import ModelOptions, Towers, create, names
+from megabatch.models.float8 import check_float8
 from megabatch.models.images import TorchResize
 from megabatch.models.towers import lock, set_modes
 from megabatch.options import is_reference, option
@@ -107,6 +108,8 @@ def _prepare(config: TrainConfig, world: World) -> Setup:
     check_micro_batches(config, towers)
     evaluating.check(config, towers.first)
     notes += model_notes(config, towers, world.size)
+    if config.precision == "fp8":
+        notes.append(check_float8(towers.module, world.device))
     if order.block > 1:
         counts = ", ".join(str(drawn // order.block) for drawn in order.drawn)
         rest = plural(sum(part.drawn for part in order.parts) - order.pairs, "pair")

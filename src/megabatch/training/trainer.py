@@ -19,8 +19,10 @@ from megabatch.data import Batch
 from megabatch.errors import OutOfMemory, UsageError, one_line
 from megabatch.gradient_cache import UnusedParameters
 from megabatch.models.blocks import checkpoint_activations, compile_blocks, use_fast_blocks
+from megabatch.models.float8 import use_float8
 from megabatch.models.padding import Lengths
 from megabatch.models.towers import Tower, locked_towers, set_modes
+from megabatch.planning.memory import AUTOCAST
 from megabatch.torch_internals import is_compile_error
 from megabatch.training.checkpoint import Checkpoint, TrainingStopped
 from megabatch.training.ema import Ema
@@ -35,7 +37,6 @@ from megabatch.training.optimizer import (
 from megabatch.training.parallel import full, lay_out
 from megabatch.training.world import World
 
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _SMALLEST_SCALE = 2.0**-10  # of an fp16 loss; an overflow below it means infinity
 
 
@@ -77,6 +78,8 @@ class Trainer:
         self.total_steps = total_steps
         self.world = world or World(device)
         self.step = 0
+        if config.precision == "fp8":
+            use_float8(module)
         self.module = set_modes(module.to(device))
         if config.torchcompile:
             use_fast_blocks(self.module)
@@ -210,7 +213,7 @@ class Trainer:
             after_loss=self.division.after_loss if self.division.measures else None,
             device=self.device,
             # The dtype to which losses cast features; but Matryoshka prefixes are normalised first.
-            feature_dtype=None if config.matryoshka_dims else _AUTOCAST.get(config.precision),
+            feature_dtype=None if config.matryoshka_dims else AUTOCAST.get(config.precision),
         )
 
     def _trials(self, batch: Batch) -> Trials:
@@ -219,7 +222,7 @@ class Trainer:
     def _autocast(self) -> AbstractContextManager[Any]:
         if self.config.precision == "fp32":
             return contextlib.nullcontext()
-        return torch.autocast(self.device.type, _AUTOCAST[self.config.precision])
+        return torch.autocast(self.device.type, AUTOCAST[self.config.precision])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
