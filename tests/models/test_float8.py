@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from megabatch.errors import UsageError
 from megabatch.imports import MissingLibrary
@@ -20,6 +21,7 @@ from megabatch.planning.towers import _autocast
 from tests.models.tiny import TINY
 
 CUDA = torch.device("cuda")
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.10", reason="torchao needs torch 2.10")
 
 
 def in_float8(module: nn.Module) -> Any:
@@ -161,6 +163,12 @@ def test_what_is_refused_and_what_is_told(model: Any, monkeypatch: pytest.Monkey
     assert check_float8(model, CUDA) == told
     with pytest.raises(UsageError, match=r"^--precision fp8: expected repeated blocks, with li"):
         check_float8(create("glyph-small").module, CUDA)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", TorchVersion("2.9.1"))
+        with pytest.raises(
+            UsageError, match=r"^--precision fp8: expected torch 2.10 or later, got 2"
+        ):
+            check_float8(model, CUDA)
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(MissingLibrary, match=r"^torchao is not installed.*'megabatch\[fp8\]'"):
         check_float8(model, CUDA)

@@ -30,6 +30,7 @@ from tests.training.test_encoders import batch as images_and_captions
 from tests.training.test_encoders import tiny
 from tests.training.toy import CPU, config_of
 
+pytestmark = pytest.mark.skipif(torch.__version__ < "2.10", reason="torchao needs torch 2.10")
 FP8 = {"precision": "fp8", "model": TINY}
 
 

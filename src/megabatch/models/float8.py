@@ -37,6 +37,8 @@ def check_float8(module: nn.Module, device: torch.device) -> str:
     if on_cpu or torch.cuda.get_device_capability(device) < (8, 9):
         got = "the CPU" if on_cpu else torch.cuda.get_device_name(device)
         raise UsageError(f"{refused} a GPU of compute capability 8.9 or later, got {got}")
+    if torch.__version__ < "2.10":  # torchao 0.18 cannot be imported
+        raise UsageError(f"{refused} torch 2.10 or later, got {torch.__version__}")
     with named_extras("fp8"):
         import torchao.float8  # noqa: F401
     if not (layers := float8_layers(module)):
