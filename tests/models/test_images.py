@@ -23,6 +23,7 @@ from megabatch.models.images import (
     multiply_patches,
     with_bytes,
 )
+from megabatch.planning.towers import counted
 from tests.models.tiny import TINY
 
 
@@ -56,6 +57,20 @@ def test_the_order_of_bytes_in_memory_changes_nothing() -> None:
     last = normalize(pixels.to(memory_format=torch.channels_last))
     assert last.is_contiguous()
     assert torch.equal(last, normalize(pixels))
+
+
+def test_normalising_takes_one_tensor_and_leaves_the_pixels() -> None:
+    normalize = PixelNormalization([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    for dtype in (torch.uint8, torch.float32):
+        with counted() as counter:
+            before = counter.start() + torch.empty((64, 3, 32, 32), dtype=dtype).nbytes
+            normalize(torch.empty((64, 3, 32, 32), dtype=dtype))
+        assert counter.peak - before == 64 * 3 * 32 * 32 * 4
+    pixels = torch.rand(2, 3, 5, 4)
+    copied = pixels.clone()
+    expected = (pixels / 255 - normalize.mean) / normalize.std
+    assert torch.equal(normalize(pixels), expected)
+    assert torch.equal(pixels, copied)
 
 
 def test_names_initial_weights_and_copies_stay() -> None:

@@ -145,17 +145,18 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
         """
         weight, bias, out = self.attn.in_proj_weight, self.attn.in_proj_bias, self.attn.out_proj
         heads, width = (self.attn.num_heads, self.attn.head_dim), q_x.shape[2]
-        normed = self.ln_1(q_x)
         if self.pools:
-            kv = F.linear(normed, weight[width:], bias[width:]).unflatten(-1, (2, *heads))
-            k, v = kv.unbind(2)
+            kv = F.linear(self.ln_1(q_x), weight[width:], bias[width:])
+            k, v = kv.unflatten(-1, (2, *heads)).unbind(2)
             first = q_x[:, :1]
             q_x = first if at is None else q_x.gather(1, at[:, None, None].expand_as(first))
             q = F.linear(self.ln_1(q_x), weight[:width], bias[:width]).unflatten(-1, heads)
             mixed = _attention_of_one(q, k, v, at)
         else:
-            qkv = F.linear(normed, weight, bias).unflatten(-1, (3, *heads))
-            mixed = self._attention(qkv)
+            # No name for qkv: not compiled, as plans count blocks, it would live as long.
+            mixed = self._attention(
+                F.linear(self.ln_1(q_x), weight, bias).unflatten(-1, (3, *heads))
+            )
         x: Tensor = q_x + self.ls_1(out(mixed.flatten(2)))
         return x + self.ls_2(self._mlp(self.ln_2(x)))
 

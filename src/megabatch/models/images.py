@@ -68,8 +68,9 @@ class PixelNormalization(nn.Module):
         They are contiguous: with channels last, as in the loader, convolutions would round
         differently.
         """
-        pixels = images.to(self.mean.dtype, memory_format=torch.contiguous_format) / 255
-        return (pixels - self.mean) / self.std
+        # In place: three such tensors would set the peak memory of a pass without gradients.
+        pixels = images.to(self.mean.dtype, memory_format=torch.contiguous_format, copy=True)
+        return pixels.div_(255).sub_(self.mean).div_(self.std)
 
 
 def _normalize_bytes(tower: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

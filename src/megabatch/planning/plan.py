@@ -283,8 +283,9 @@ class Planner:
         except Exception as error:  # of any type, depending on the model's operations
             reason = " ".join(str(error).split())[:200] or type(error).__name__
             raise NoPlan(f"{config.model} cannot be planned: {reason}") from error
-        # What checkpoints keep are inputs, which compiled blocks have as well.
-        return micro.compiled() if config.torchcompile and not checkpointing else micro
+        if checkpointing or not config.torchcompile:
+            return micro  # what checkpoints keep are inputs, which compiled blocks have as well
+        return micro.compiled(any(getattr(b, "fuses_gelu", False) for b in blocks(module)))
 
     def _kept(
         self, config: TrainConfig, rows: int, micro: MicroBatches, others: Sequence[Part]

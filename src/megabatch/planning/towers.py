@@ -34,9 +34,9 @@ from megabatch.torch_internals import (
 )
 
 #: What compiled blocks keep for the backward pass, as a share of what others keep. By torch's own
-#: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs; of a
-#: ViT-L/14 with kernels of GELU it was 0.88 (benchmarks/results/throughput.json).
-COMPILED_GRAPH = 0.9
+#: partition of both passes it is 0.90 to 0.95 for the transformers of CLIP and for glyphs; with
+#: kernels of GELU, of ViT-B/32 and ViT-L/14, 0.88 (benchmarks/results/throughput.json).
+COMPILED_GRAPH, WITH_GELU = 0.9, 0.88
 #: CUDA's allocator rounds sizes up to multiples of this.
 UNIT = 512
 #: Attention counts in whole tiles of so many queries and keys. That kernels compute whole tiles is
@@ -106,9 +106,9 @@ class MicroBatch:
     record: Work
     backward: Work
 
-    def compiled(self) -> MicroBatch:
-        """With blocks that torch.compile makes; see `COMPILED_GRAPH`."""
-        saved = int((1 - COMPILED_GRAPH) * self.further)
+    def compiled(self, with_gelu: bool) -> MicroBatch:
+        """With blocks that torch.compile makes; with_gelu: they have the library's kernels."""
+        saved = int((1 - (WITH_GELU if with_gelu else COMPILED_GRAPH)) * self.further)
         sizes = {name: getattr(self, name) - saved for name in ("kept", "peak", "further")}
         return replace(self, **sizes)
 
