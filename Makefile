@@ -71,13 +71,13 @@ $(VENV)/.installed-train: pyproject.toml | $(BIN)/uv
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/uv
-	@echo "installing megabatch[train,dev] into $(VENV) (half a minute to a few minutes)"
-	@$(INSTALL) -e '.[train,dev]'
+	@echo "installing megabatch[train,dev,fp8] into $(VENV) (half a minute to a few minutes)"
+	@$(INSTALL) -e '.[train,dev,fp8]'
 	@touch $@ $(VENV)/.installed-train
 
 $(VENV)/.installed-docs: pyproject.toml | $(BIN)/uv
-	@echo "installing megabatch[train,dev,docs] into $(VENV) (half a minute to a few minutes)"
-	@$(INSTALL) -e '.[train,dev,docs]'
+	@echo "installing megabatch[train,dev,fp8,docs] into $(VENV) (half a minute to a few minutes)"
+	@$(INSTALL) -e '.[train,dev,fp8,docs]'
 	@touch $@ $(VENV)/.installed-train $(VENV)/.installed-dev
 
 $(BIN)/python:

@@ -36,8 +36,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-#: What is installed of megabatch.
-EXTRAS = ("train", "dev")
+#: What is installed of megabatch; and where torch is not the oldest one.
+EXTRAS, NEWER = ("train", "dev"), ("fp8",)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -54,7 +54,8 @@ def main(words: Sequence[str] | None = None) -> int:
         constraints = oldest(requirements()) if name == "oldest" else [f"torch=={name}.*"]
         with _folder(options.keep) as folder:
             begun = time.monotonic()
-            place = Place(str(install(folder / name, constraints)))
+            extras = EXTRAS if name == "oldest" else EXTRAS + NEWER
+            place = Place(str(install(folder / name, constraints, extras)))
             installing = round(time.monotonic() - begun, 1)
             described = place.describe()
             found = run(place, [*ARGUMENTS, *options.arguments], options.limit)
@@ -123,14 +124,14 @@ def _pip(*words: str) -> str:
     return subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
 
 
-def install(folder: Path, constraints: Sequence[str]) -> Path:
+def install(folder: Path, constraints: Sequence[str], extras: Sequence[str]) -> Path:
     """Make or update an environment with megabatch and its extras; returns its interpreter."""
     python = folder / "bin" / "python"
     if not python.exists():
         venv.create(folder, with_pip=True)
     file = folder / "constraints.txt"
     file.write_text("\n".join(constraints) + "\n")
-    wanted = f"{ROOT}[{','.join(EXTRAS)}]"
+    wanted = f"{ROOT}[{','.join(extras)}]"
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--python", str(python)]
     subprocess.run([*uv, "--constraint", str(file), "--editable", wanted], check=True)
     return python

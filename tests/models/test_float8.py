@@ -21,7 +21,11 @@ from megabatch.planning.towers import _autocast
 from tests.models.tiny import TINY
 
 CUDA = torch.device("cuda")
-pytestmark = pytest.mark.skipif(torch.__version__ < "2.10", reason="torchao needs torch 2.10")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _torchao() -> None:
+    pytest.importorskip("torchao.float8", exc_type=ImportError)  # not with torch 2.9
 
 
 def in_float8(module: nn.Module) -> Any:

@@ -28,7 +28,8 @@ def test_each_environment_is_installed_tested_and_recorded(
 ) -> None:
     installed: list[tuple[str, int, str]] = []
 
-    def install(folder: Path, constraints: Sequence[str]) -> Path:
+    def install(folder: Path, constraints: Sequence[str], extras: Sequence[str]) -> Path:
+        assert ("fp8" in extras) == (folder.name != "oldest")
         installed.append((folder.name, len(constraints) > 1, constraints[0]))
         return Path(sys.executable)
 
@@ -62,7 +63,7 @@ def test_an_environment_has_its_constraints(
     commands: list[list[str]] = []
     monkeypatch.setattr(versions.venv, "create", lambda folder, **_: folder.mkdir(parents=True))
     monkeypatch.setattr(versions.subprocess, "run", lambda words, check: commands.append(words))
-    python = versions.install(tmp_path / "oldest", ["torch==2.9.*"])
+    python = versions.install(tmp_path / "oldest", ["torch==2.9.*"], ["train", "dev"])
     assert python == tmp_path / "oldest" / "bin" / "python"
     (command,) = commands
     assert command[1:5] == ["-m", "uv", "pip", "install"]
