@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+import torch
 from open_clip.model import CLIP
 from open_clip.transformer import TextTransformer
 from torch import Tensor, nn
@@ -161,13 +162,20 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
     return lengths
 
 
+#: torch.compile of a whole model compiles what these call. torch 2.12 would delete the parameter in
+#: place of the attribute that hides it.
+_not_traced = torch.compiler.disable(recursive=False)
+
+
 class ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
     """A model whose texts may be shorter than its context."""
 
+    @_not_traced
     def forward(self, image: Tensor | None = None, text: Tensor | None = None) -> Any:
         with _cut_to(self, text):
             return super().forward(image, text)
 
+    @_not_traced
     def encode_text(self, text: Tensor, normalize: bool = False) -> Tensor:
         with _cut_to(self, text):
             return super().encode_text(text, normalize)
@@ -176,6 +184,7 @@ class ShortTextCLIP(CLIP):  # type: ignore[misc, unused-ignore]
 class ShortTextTransformer(TextTransformer):  # type: ignore[misc, unused-ignore]
     """A text tower likewise."""
 
+    @_not_traced
     def forward(self, text: Tensor) -> Any:
         with _cut_to(self, text):
             return super().forward(text)
