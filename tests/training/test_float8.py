@@ -56,7 +56,7 @@ def trainer_of(config: TrainConfig, world: World | None = None) -> Trainer:
 
 
 def gradients_of(trainer: Trainer, data: Batch) -> dict[str, Tensor]:
-    """Of a step that is not taken."""
+    """The gradients of a step that is not taken."""
     trainer._gradients(data)
     found = {name: p.grad.clone() for name, p in trainer.module.named_parameters()}
     trainer.optimizer.zero_grad()

@@ -153,7 +153,7 @@ class FastBlock(ResidualAttentionBlock):  # type: ignore[misc, unused-ignore]
             q = F.linear(self.ln_1(q_x), weight[:width], bias[:width]).unflatten(-1, heads)
             mixed = _attention_of_one(q, k, v, at)
         else:
-            # No name for qkv: not compiled, as plans count blocks, it would live as long.
+            # Plans count blocks that are not compiled; there a name would keep qkv alive.
             mixed = self._attention(
                 F.linear(self.ln_1(q_x), weight, bias).unflatten(-1, (3, *heads))
             )

@@ -18,9 +18,10 @@ RECIPE = "rowwise_with_gw_hp"
 
 
 def float8_layers(module: nn.Module) -> dict[str, nn.Linear]:
-    """By name, the linear layers of repeated blocks whose sizes float8 takes, multiples of 16.
+    """The linear layers of repeated blocks by name, if their sizes are multiples of 16.
 
-    Not of a tower that repeats none. No subclass: torch's MultiheadAttention reads its weights.
+    A tower that repeats no block has none. Subclasses of `Linear` are left out, as torch's
+    MultiheadAttention reads its layer's weights.
     """
     inside = {p for block in {*blocks(module)} - {*module.children()} for p in block.modules()}
     return {

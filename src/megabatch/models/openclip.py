@@ -162,8 +162,8 @@ def accept_short_texts(module: nn.Module) -> Lengths | None:
     return lengths
 
 
-#: torch.compile of a whole model compiles what these call. torch 2.12 would delete the parameter in
-#: place of the attribute that hides it.
+#: For forward passes that hide a parameter behind an attribute. torch.compile of a whole model
+#: compiles what they call; torch 2.12, if it traced them, would delete the parameter as well.
 _not_traced = torch.compiler.disable(recursive=False)
 
 
