@@ -68,13 +68,11 @@ CLOCK, ALIKE = 65_536, 0.07
 #: Data, loss, batch and group of the further runs.
 OTHERS = (
     *(("icons", "clip", CLOCK, group) for group in (1024, 8192)),
-    *(("texts", "clip", CLOCK, group) for group in (1024, 8192)),
-    *(("icons", "siglip", size, size) for size in (1024, CLOCK)),
+    *(("icons", f"sogclr-{rate}", 1024, 1024) for rate in (0.3, 0.9)),
     *(("icons", f"fixed-{scale}", size, size) for size in (1024, CLOCK) for scale in (20, 50)),
-    *(("icons", f"sogclr-{rate}", size, size) for size in (1024, 4096) for rate in (0.3, 0.9)),
-    *(("texts", loss, size, size) for size in (1024, 8192, CLOCK) for loss in ("query", "hard-16")),
-    ("icons", "clip", 2**20, 2**20),
-)  # fmt: skip
+    *(("texts", loss, size, size) for size in (1024, CLOCK, 8192) for loss in ("query", "hard-16")),
+    *(("icons", "siglip", size, size) for size in (1024, CLOCK)),
+)
 #: Losses that take the learning rate and warm-up of another one at the same batch.
 TUNED_AS = {"fixed": "clip", "sogclr": "clip", "query": "clip", "hard": "clip"}
 #: Of a run that chooses them.

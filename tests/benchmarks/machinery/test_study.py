@@ -113,11 +113,12 @@ def test_every_loss_trains(loss: str, pairs: Pairs) -> None:
     assert (abs(scale - 20) < 1e-5) == (loss == "fixed-20")
 
 
+@pytest.mark.parametrize("loss", ["clip", "hard-2"])
 def test_large_batches_have_the_same_gradients_through_caching(
-    pairs: Pairs, monkeypatch: pytest.MonkeyPatch
+    loss: str, pairs: Pairs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def losses() -> Tensor:
-        training = Training(RUN, pairs)
+        training = Training(replace(RUN, loss=loss), pairs)
         training.model.eval()  # random forms of samples would differ
         training.advance(4)
         return training.losses[:4]
@@ -130,8 +131,10 @@ def test_large_batches_have_the_same_gradients_through_caching(
 
 def test_only_large_batches_of_texts_are_divided_on_a_small_gpu() -> None:
     whole, half = study.LARGEST_GRAPH, study.MICRO_BATCH
-    assert [study.most_at_once("texts", memory) for memory in (80e9, 140e9)] == [half, whole]
-    assert [study.most_at_once("icons", memory) for memory in (80e9, 140e9)] == [whole, whole]
+    icons, texts, hard = replace(RUN, data="icons"), RUN, replace(RUN, loss="hard-16")
+    assert [study.most_at_once(icons, memory) for memory in (80e9, 140e9)] == [whole, whole]
+    assert [study.most_at_once(texts, memory) for memory in (80e9, 140e9)] == [half, whole]
+    assert study.most_at_once(hard, 140e9) == half
 
 
 def test_figures_of_retrieval(pairs: Pairs) -> None:
