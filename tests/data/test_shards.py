@@ -138,7 +138,12 @@ def test_every_truncation_keeps_what_is_before_it(shard: Path, tmp_path: Path):
         np.testing.assert_array_equal(index["spans"][:sure], spans[:sure])
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage", b"x" * 10_000, gzip.compress(bytes(10_000))])
+# Named, as gzip writes the time, and workers collect tests seconds apart.
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"garbage", b"x" * 10_000, gzip.compress(bytes(10_000))],
+    ids=["empty", "short", "long", "gzip"],
+)
 def test_no_tar_at_all(tmp_path: Path, data: bytes):
     path = tmp_path / "a.tar"
     path.write_bytes(data)
