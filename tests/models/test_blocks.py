@@ -95,11 +95,9 @@ class Counting(list[Any]):
 
 
 @pytest.fixture
-def graphs() -> Iterator[Counting]:
-    torch._dynamo.reset()
+def graphs(no_graphs: None) -> Iterator[Counting]:
     with torch._dynamo.config.patch(recompile_limit=8):  # torch's own, which a model may raise
         yield Counting()
-    torch._dynamo.reset()
 
 
 def test_blocks_share_a_graph_per_tower_and_number_of_rows(graphs: Counting) -> None:

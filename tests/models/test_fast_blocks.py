@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -144,13 +143,6 @@ def test_other_transformers_are_left_alone() -> None:
     assert are_fast(fast(model(CustomTextCLIP, embed_cls=True))) == (True, False)
     assert are_fast(fast(model(type("Other", (CLIP,), {})))) == (True, False)
     use_fast_blocks(create("glyph-small").module)
-
-
-@pytest.fixture
-def no_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("no_graphs")

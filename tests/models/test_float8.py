@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from megabatch.models import create
 from megabatch.models.blocks import compile_blocks
 from megabatch.models.float8 import check_float8, float8_layers, use_float8
 from megabatch.planning.towers import _autocast
+from tests.models.test_blocks import Counting
 from tests.models.tiny import TINY
 
 CUDA = torch.device("cuda")
@@ -97,14 +97,7 @@ def test_rows_do_not_depend_on_others(model: Any, inputs: tuple[Tensor, Tensor])
         torch.testing.assert_close(beside[tower][:2], alone[tower], atol=1e-6, rtol=0)
 
 
-@pytest.fixture
-def _fresh_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.usefixtures("_fresh_graphs")
+@pytest.mark.usefixtures("no_graphs")
 def test_compiled_blocks_compute_the_same(model: Any, inputs: tuple[Tensor, Tensor]) -> None:
     converted = in_float8(model)
     with _autocast("cuda", "bf16"):
@@ -128,18 +121,12 @@ class Mixer(nn.Module):
         return self.linear(x.transpose(1, 2)).transpose(1, 2)
 
 
-@pytest.mark.usefixtures("_fresh_graphs")
+@pytest.mark.usefixtures("no_graphs")
 def test_blocks_share_a_graph() -> None:
-    graphs = []
-
-    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
-    model = nn.Module()
+    model, graphs = nn.Module(), Counting()
     model.visual = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
     use_float8(model, emulate=True)
-    compile_blocks(model, backend=backend)
+    compile_blocks(model, backend=graphs)
     with _autocast("cuda", "bf16"):
         model.visual(torch.randn(5, 32, dtype=torch.bfloat16, requires_grad=True))
     assert len(graphs) == 1
@@ -178,7 +165,7 @@ def test_what_is_refused_and_what_is_told(model: Any, monkeypatch: pytest.Monkey
         check_float8(model, CUDA)
 
 
-@pytest.mark.usefixtures("_fresh_graphs")
+@pytest.mark.usefixtures("no_graphs")
 def test_inductor_rounds_alike_with_and_without_gradients(model: Any) -> None:
     compiled = torch.compile(in_float8(model).visual.transformer.resblocks[0])
     with _autocast("cuda", "bf16"):

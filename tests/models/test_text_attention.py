@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -137,13 +136,6 @@ def test_dropout_is_of_the_generators_state() -> None:
     assert not torch.equal(passes[0][0], passes[2][0])
     made.eval()
     assert torch.equal(encode(made, tokens), encode(made, tokens))
-
-
-@pytest.fixture
-def no_graphs() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("no_graphs")
