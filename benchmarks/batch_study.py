@@ -20,8 +20,8 @@ all, with a seed of their own, a warm-up of 10% and the rates of `RATES`; the be
 recall@10 (the mean of both directions) on the validation pairs at the end. While it is the lowest
 or the highest one, half or twice of it is tried too. Then a warm-up of 30% is tried at that rate.
 (3%, which was tried at 1,024 to 16,384 icons, was always worse.) Some losses take what another one
-has at the same batch (`TUNED_AS`), and batches above 65,536 what 65,536 has. A run that diverged
-counts as the worst.
+has at the same batch (`TUNED_AS`), 8,192 pairs what 4,096 have, and batches above 65,536 what
+65,536 has. A run that diverged counts as the worst.
 
 The output is written after each run and read at the beginning: the same command continues a study,
 the most informative runs first. No run begins that would end after the budget by the time of those
@@ -136,7 +136,7 @@ def others(options: argparse.Namespace) -> list[Point]:
 def tuned(point: Point, samples: int, found: Found) -> tuple[float, float, list[Run]]:
     """The learning rate and warm-up of a point, and the runs that are needed to know them."""
     kind = point.loss.partition("-")[0]
-    batch = min(point.batch, CLOCK)
+    batch = max(size for size in SIZES[point.data] if size <= min(point.batch, CLOCK))
     own = Point(point.data, TUNED_AS.get(kind, point.loss), batch, batch)
     whole = max(1, samples // own.batch)
     steps = min(whole, max(whole // 4, LEAST_STEPS))

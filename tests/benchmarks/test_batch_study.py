@@ -113,9 +113,13 @@ def test_the_rule_looks_further_while_the_best_is_at_an_end() -> None:
     assert len(found) == 4 + 1  # and a warm-up
 
 
-def test_the_largest_batches_take_another_ones_rate() -> None:
-    _, _, missing = tuned(Point("icons", "clip", 131_072, 131_072), 2**25, {})
-    assert {(run.batch, run.steps) for run in missing} == {(65_536, 512)}
+@pytest.mark.parametrize(
+    ("data", "batch", "own", "steps"),
+    [("icons", 131_072, 65_536, 512), ("texts", 8192, 4096, 2048)],
+)
+def test_some_batches_take_another_ones_rate(data: str, batch: int, own: int, steps: int) -> None:
+    _, _, missing = tuned(Point(data, "clip", batch, batch), 2**25, {})
+    assert {(run.batch, run.steps) for run in missing} == {(own, steps)}
 
 
 def test_runs_of_equal_time_have_the_samples_that_fit_into_it() -> None:
