@@ -15,7 +15,7 @@ after a short run with the library's own loss.
 choice of micro-batches and kept activations. Its scale is learnt and its learning rate decays
 otherwise, so only its first loss is compared.
 
-`--smallest` runs a tiny model on the CPU, of 4,000 pairs, which only shows that it runs.
+`--smallest` trains a tiny model on 4,000 pairs on the CPU, which only shows that it runs.
 """
 
 from __future__ import annotations

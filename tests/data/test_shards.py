@@ -138,7 +138,7 @@ def test_every_truncation_keeps_what_is_before_it(shard: Path, tmp_path: Path):
         np.testing.assert_array_equal(index["spans"][:sure], spans[:sure])
 
 
-# Named, as gzip writes the time, and workers collect tests seconds apart.
+# gzip writes the time into its data, and workers that collect tests seconds apart need equal names.
 @pytest.mark.parametrize(
     "data",
     [b"", b"garbage", b"x" * 10_000, gzip.compress(bytes(10_000))],

@@ -1,4 +1,4 @@
-"""What the tests of models share."""
+"""Fixtures that several tests of models use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture
 def no_graphs() -> Iterator[None]:
-    """None from before, which count against torch's limit; and none afterwards."""
+    """A test starts without compiled graphs, as torch limits their number, and leaves none."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

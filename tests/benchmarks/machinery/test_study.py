@@ -129,7 +129,7 @@ def test_large_batches_have_the_same_gradients_through_caching(
     torch.testing.assert_close(losses(), whole, rtol=1e-4, atol=1e-5)
 
 
-def test_only_large_batches_of_texts_are_divided_on_a_small_gpu() -> None:
+def test_large_batches_of_texts_are_divided_where_they_do_not_fit() -> None:
     whole, half = study.LARGEST_GRAPH, study.MICRO_BATCH
     icons, texts, hard = replace(RUN, data="icons"), RUN, replace(RUN, loss="hard-16")
     assert [study.most_at_once(icons, memory) for memory in (80e9, 140e9)] == [whole, whole]
