@@ -68,9 +68,10 @@ CLOCK, ALIKE = 65_536, 0.07
 #: Data, loss, batch and group of the further runs.
 OTHERS = (
     *(("icons", "clip", CLOCK, group) for group in (1024, 8192)),
-    *(("icons", f"sogclr-{rate}", 1024, 1024) for rate in (0.3, 0.9)),
+    *(("icons", f"sogclr-{rate}", 1024, 1024) for rate in ("0.3", "0.9", "0.3-50", "0.9-50")),
     *(("icons", f"fixed-{scale}", size, size) for size in (1024, CLOCK) for scale in (20, 50)),
     *(("texts", loss, size, size) for size in (1024, CLOCK, 8192) for loss in ("query", "hard-16")),
+    ("texts", "hard-128", 1024, 1024),
     *(("icons", "siglip", size, size) for size in (1024, CLOCK)),
 )
 #: Losses that take the learning rate and warm-up of another one at the same batch.
@@ -191,9 +192,11 @@ def pending(options: argparse.Namespace, found: Found, times: list[Record]) -> l
 def samples_by_time(point: Point, samples: int, times: list[Record]) -> int:
     """Those that fit into the time that `samples` take in batches of `CLOCK`; 0 for no run.
 
-    There is none if that is unknown, or would be a run of nearly as many samples.
+    There is none if that is unknown, or would be a run of nearly as many samples. A constant scale,
+    after a second hyphen, takes as long as a learnt one.
     """
     ms = {Point(*(t[name] for name in Point._fields)): t["ms"] for t in times}
+    point = point._replace(loss="-".join(point.loss.split("-")[:2]))
     clock = Point(point.data, "clip", CLOCK, CLOCK)
     if not {point, clock} <= ms.keys():
         return 0

@@ -9,8 +9,9 @@ Losses, by name:
 
 - `clip`, `siglip`: `ClipLoss` and `SigLipLoss` with what they learn: scale, and bias.
 - `fixed-S`: `ClipLoss` with the scale S, which is not learnt.
-- `sogclr-G`: a global loss estimated from small batches: each sample keeps a moving average of its
-  normalisers, with the rate G (Yuan et al. 2022, arXiv 2202.12387; FastCLIP, 2407.01445).
+- `sogclr-G`, `sogclr-G-S`: a global loss estimated from small batches: each sample keeps a moving
+  average of its normalisers, with the rate G (Yuan et al. 2022, arXiv 2202.12387); the scale is
+  learnt, or S as in FastCLIP-v1 (2407.01445).
 - `hard-K`: the last three quarters of the run with one more negative for each query, drawn at
   random from its K best-ranked wrong documents after the first quarter (`similarity.topk`):
   InfoNCE in the direction of queries, which is CLIP's first half.
@@ -275,6 +276,11 @@ class Clip(nn.Module):
         """Keep the scale at or below 100, as CLIP does."""
         self.log_scale.data.clamp_(max=math.log(100))
 
+    def keep_scale(self, scale: float) -> None:
+        """Set the scale, which is not learnt."""
+        self.log_scale.data.fill_(math.log(scale))
+        self.log_scale.requires_grad_(False)
+
     def negatives(self, rows: Tensor) -> Tensor | None:
         """Rows of the training pairs whose second texts are further negatives."""
         return None
@@ -294,8 +300,7 @@ class Fixed(Clip):
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
         super().__init__(run, pairs)
-        self.log_scale.data.fill_(math.log(float(run.loss.partition("-")[2])))
-        self.log_scale.requires_grad_(False)
+        self.keep_scale(float(run.loss.partition("-")[2]))
 
 
 class SigLip(Clip):
@@ -325,7 +330,10 @@ class SogClr(Clip):
 
     def __init__(self, run: Run, pairs: Pairs) -> None:
         super().__init__(run, pairs)
-        self.rate = float(run.loss.partition("-")[2])
+        rate, _, scale = run.loss.partition("-")[2].partition("-")
+        self.rate = float(rate)
+        if scale:
+            self.keep_scale(float(scale))
         self.register_buffer("log_u", torch.full((2, len(pairs.ids)), -math.inf))
 
     def forward(self, x: Tensor, y: Tensor, rows: Tensor, z: Tensor | None) -> Tensor:
@@ -397,7 +405,8 @@ OBJECTIVES: dict[str, Callable[[Run, Pairs], Clip]] = {
 def evaluate(model: Model, test: Pairs) -> dict[str, float]:
     """Recall at 1 and 10, the mean of both directions, and CLIP's loss of some pairs.
 
-    Each test set is on its own: its first elements against its distinct second ones.
+    Each test set is on its own: its first elements against its distinct second ones. `x_to_y` is
+    the direction that a loss of queries alone trains.
     """
     documents, ids, _ = distinct(test)
     x, y = features(model.first, test.first), features(model.second, documents)
@@ -405,6 +414,7 @@ def evaluate(model: Model, test: Pairs) -> dict[str, float]:
     recalls = {
         f"recall@{k}": (found[f"x_to_y/recall@{k}"] + found[f"y_to_x/recall@{k}"]) / 2 for k in KS
     }
+    recalls |= {name: found[name] for name in (f"x_to_y/recall@{k}" for k in KS)}
     few = test.rows(slice(0, LOSS_PAIRS))
     own = features(model.second, few.second)
     with torch.no_grad():

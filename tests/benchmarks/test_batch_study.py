@@ -131,6 +131,9 @@ def test_runs_of_equal_time_have_the_samples_that_fit_into_it() -> None:
     assert samples_by_time(small, 10 * 65_536, times) == 10 * 32 * 1024
     assert samples_by_time(small._replace(batch=65_536, group=65_536), 65_536, times) == 0
     assert samples_by_time(small._replace(loss="siglip"), 65_536, times) == 0
+    own = {"data": "icons", "loss": "sogclr-0.9", "batch": 1024, "group": 1024, "ms": 8.0}
+    constant = small._replace(loss="sogclr-0.9-50")
+    assert samples_by_time(constant, 10 * 65_536, [*times, own]) == 10 * 16 * 1024
     times[0]["ms"] = 2.05  # nearly as long for as many samples
     assert samples_by_time(small, 10 * 65_536, times) == 0
 
