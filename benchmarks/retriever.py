@@ -218,6 +218,7 @@ def run(
     if name in LOSSES:
         if options.compile:
             encoder: Any = model[0].auto_model
+            torch._dynamo.config.recompile_limit = 64  # 8 are too few for small mini-batches
             # The library calls `forward` itself, so `encoder.compile()` would have no effect.
             encoder.forward = torch.compile(encoder.forward, dynamic=True)
         trainer = library_trainer(model, LOSSES[name], train, options, output)
