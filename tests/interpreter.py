@@ -31,6 +31,7 @@ def mend() -> None:
     )
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = _broadcast_of(semantic.broadcast_impl_value)
+    interpreter.ReduceOps.generic_reduce = _reduce
     tl.core.tensor.__init__ = _init_tensor
     tl.core.block_type.__init__ = _init_block_type
     # Overflows are looked for at each sum of integers, but told with `debug` only, which is off.
@@ -71,6 +72,26 @@ def _broadcast_of(broadcast: Callable[..., Any]) -> Callable[..., Any]:
         return (lhs, rhs) if same and both else broadcast(self, lhs, rhs)
 
     return broadcast_impl_value
+
+
+def _reduce(self: Any, input: Any) -> list[Any]:
+    """As Triton's, which combines a pair of numbers at a time; here all along an axis at once."""
+    given, axis = self.unravel(input, self.axis)
+    sides = [np.moveaxis(one.handle.data, axis, 0) for one in given]
+
+    def tensors(*arrays: Any) -> tuple[Any, ...]:
+        return tuple(self.to_tensor(a, one.dtype) for a, one in zip(arrays, given, strict=True))
+
+    found = tensors(*(side[0] for side in sides))
+    for parts in zip(*(side[1:] for side in sides), strict=True):
+        made = self.combine_fn.fn(*found, *tensors(*parts))
+        made = made if isinstance(made, tuple) else (made,)
+        found = tensors(*(one.handle.data.reshape(sides[0].shape[1:]) for one in made))
+    data = [one.handle.data.reshape(sides[0].shape[1:]) for one in found]
+    if self.keep_dims:
+        places = tuple(range(input[0].handle.data.ndim)) if self.axis is None else self.axis
+        data = [np.expand_dims(one, places) for one in data]
+    return list(tensors(*data))
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:
