@@ -182,7 +182,7 @@ def test_kernels_of_inductor_in_half_precision() -> None:
 @pytest.mark.parametrize(
     ("device", "backend"),
     [
-        pytest.param("cpu", "aot_eager", marks=pytest.mark.skipif(GPU, reason="no interpreter")),
+        pytest.param("cpu", "eager", marks=pytest.mark.skipif(GPU, reason="no interpreter")),
         pytest.param("cuda", "inductor", marks=pytest.mark.gpu),
     ],
 )
