@@ -241,7 +241,7 @@ class MegabatchTrainerMixin:
         return self.contrastive_loss(*outputs, **inputs)
 
 
-class MegabatchTrainer(MegabatchTrainerMixin, Trainer):  # type: ignore[misc]
+class MegabatchTrainer(MegabatchTrainerMixin, Trainer):
     """Hugging Face's Trainer with gradient caching; see `MegabatchTrainerMixin`."""
 
 
