@@ -75,23 +75,14 @@ def _broadcast_of(broadcast: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce(self: Any, input: Any) -> list[Any]:
-    """As Triton's, which combines a pair of numbers at a time; here all along an axis at once."""
-    given, axis = self.unravel(input, self.axis)
-    sides = [np.moveaxis(one.handle.data, axis, 0) for one in given]
-
-    def tensors(*arrays: Any) -> tuple[Any, ...]:
-        return tuple(self.to_tensor(a, one.dtype) for a, one in zip(arrays, given, strict=True))
-
-    found = tensors(*(side[0] for side in sides))
-    for parts in zip(*(side[1:] for side in sides), strict=True):
-        made = self.combine_fn.fn(*found, *tensors(*parts))
-        made = made if isinstance(made, tuple) else (made,)
-        found = tensors(*(one.handle.data.reshape(sides[0].shape[1:]) for one in made))
-    data = [one.handle.data.reshape(sides[0].shape[1:]) for one in found]
-    if self.keep_dims:
-        places = tuple(range(input[0].handle.data.ndim)) if self.axis is None else self.axis
-        data = [np.expand_dims(one, places) for one in data]
-    return list(tensors(*data))
+    """As Triton's, which combines one pair of numbers at a time; here all along an axis at once."""
+    (given,) = input
+    assert self.axis is not None
+    assert not self.keep_dims
+    found, *others = (
+        self.to_tensor(part, given.dtype) for part in np.moveaxis(given.handle.data, self.axis, 0)
+    )
+    return [functools.reduce(self.combine_fn.fn, others, found)]
 
 
 def _init_tensor(self: Any, handle: Any, type: Any) -> None:

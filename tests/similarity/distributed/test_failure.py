@@ -23,7 +23,7 @@ from tests.similarity.distributed.processes import join, start
 SIZE = 4
 #: The group's timeout in seconds, and within which time the others raise: at once after a death.
 TIMEOUT = {"killed": 20, "stays": 2, "hosts": 3}
-LIMIT = {"killed": 10, "stays": 10, "hosts": 15}
+LIMIT = {"killed": 10, "stays": 7, "hosts": 9}
 
 
 class Clock(threading.Thread):
